@@ -1,0 +1,238 @@
+"""run.toml -> RunConfig: every rule on settings, and which of them change the trajectory. Refused before anything starts."""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from perdure.training.errors import ConfigError
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class RunSection(_Section, frozen=True, kw_only=True):
+    name: str
+    """Shown everywhere; letters, digits, `.`, `_`, `-`."""
+    entry: str
+    """`file.py:function`, the file relative to run.toml."""
+    steps: int
+    """Optimizer steps in all."""
+    chunk: int
+    """Optimizer steps of one Prefect task run; a checkpoint is committed at each chunk's end."""
+    dir: str = ""
+    """The run directory, relative to run.toml; default `runs/<name>`."""
+    exact: Literal["prefer", "require"] = "prefer"
+    """On resume with other hardware, thread counts or library versions: note it and go on, or refuse."""
+
+
+class CheckpointSection(_Section, frozen=True, kw_only=True):
+    every: int = 0
+    """Steps between checkpoints; 0: at chunk ends only."""
+    level: int = 1
+    """zstd level of compressible planes (1 is best on exponents: facts/checkpoints.md)."""
+    threads: int = 1
+    """Threads of the saver."""
+
+
+class StoreSection(_Section, frozen=True, kw_only=True):
+    url: str = ""
+    """`file:///dir`, a folder relative to run.toml, or `s3://bucket/prefix`; holds exactly one run. Empty: no copies."""
+    endpoint_url: str = ""
+    """S3 endpoint other than AWS."""
+    region: str = ""
+    checksums: Literal["auto", "always", "when_required"] = "auto"
+    """S3 request checksums; auto: always on AWS, only when required on another endpoint."""
+    part_mib: int = 16
+    """MiB of one part of a multipart transfer."""
+
+
+class LaunchSection(_Section, frozen=True, kw_only=True):
+    processes: int = 1
+    """Ranks on this machine."""
+    stop_grace: float = 25.0
+    """Seconds a stopping trainer has to finish its step and save, before it is killed."""
+    startup_timeout: float = 600.0
+    """Seconds from launch to the first finished step."""
+    step_timeout: float = 0.0
+    """Seconds without a finished step that count as a hang; 0: 5 x the longest step so far, at least 60."""
+    env: dict[str, str] = {}
+    """Environment of the ranks, `OMP_NUM_THREADS` say."""
+
+
+class NotifySection(_Section, frozen=True, kw_only=True):
+    slack_channel: str = ""
+    """Channel name or id; the token comes from SLACK_BOT_TOKEN. Empty: messages go to the log."""
+    slack_api: str = "https://slack.com/api/"
+
+
+class _Document(_Section, frozen=True, kw_only=True):
+    run: RunSection
+    params: dict[str, Any] = {}  # Any: TOML values, handed to the user's code untouched
+    checkpoint: CheckpointSection = CheckpointSection()
+    store: StoreSection = StoreSection()
+    launch: LaunchSection = LaunchSection()
+    notify: NotifySection = NotifySection()
+
+
+class RunConfig(_Document, frozen=True, kw_only=True):
+    """All settings of a run, checked; paths absolute."""
+
+    path: Path
+    """The run.toml they came from."""
+    run_dir: Path
+    entry_file: Path
+    entry_function: str
+    store_url: str
+    """Absolute `file:///...` or `s3://...`; empty without a store."""
+
+    @property
+    def save_every(self) -> int:
+        return self.checkpoint.every or self.run.chunk
+
+    def is_save_step(self, step: int) -> bool:
+        """A checkpoint is due after this step."""
+        return step > 0 and (step % self.save_every == 0 or step % self.run.chunk == 0 or step >= self.run.steps)
+
+    def chunk_end(self, step: int) -> int:
+        """Last step of the chunk that starts after `step`."""
+        return min((step // self.run.chunk + 1) * self.run.chunk, self.run.steps)
+
+    def trajectory(self) -> dict[str, Any]:  # Any: TOML values
+        """The settings that decide the weights; a resume with others is refused, or re-planned on request."""
+        return {"entry": self.run.entry, "steps": self.run.steps, "processes": self.launch.processes, "params": self.params}
+
+
+def _parse_value(text: str) -> Any:  # Any: TOML values
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # a bare word is a string, as on any command line
+
+
+def _override(document: dict[str, Any], assignment: str) -> None:
+    key, equals, text = assignment.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names) or len(names) < 2:
+        raise ConfigError(f"--set {assignment!r} is not section.key=value", "write for example --set run.steps=1000")
+    at = document
+    for name in names[:-1]:
+        at = at.setdefault(name, {})
+        if not isinstance(at, dict):
+            raise ConfigError(f"--set {assignment!r}: {name} is not a section")
+    value = _parse_value(text.strip())
+    declared = _declared_type(names)
+    at[names[-1]] = text.strip() if declared is str and not isinstance(value, str) else value
+
+
+def _declared_type(names: Sequence[str]) -> Any:  # Any: a type object
+    if names[0] == "launch" and names[1] == "env":
+        return str
+    section = {f.name: f.type for f in msgspec.structs.fields(_Document)}.get(names[0])
+    if isinstance(section, type) and issubclass(section, msgspec.Struct):
+        return {f.name: f.type for f in msgspec.structs.fields(section)}.get(names[1])
+    return None
+
+
+def _absolute_store(url: str, base: Path, where: str) -> str:
+    if not url:
+        return ""
+    parts = urlsplit(url)
+    if parts.scheme == "s3":
+        if not parts.netloc or parts.query or parts.fragment or ".." in parts.path.split("/"):
+            raise ConfigError(f"{where}: store.url {url!r} is not s3://bucket/prefix")
+        return url.rstrip("/")
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+            raise ConfigError(f"{where}: store.url {url!r} is not file:///absolute/folder", "write three slashes after file:")
+        return Path(unquote(parts.path)).as_uri()
+    if "://" in url:
+        raise ConfigError(f"{where}: store.url {url!r} has an unknown scheme", "use file:///folder or s3://bucket/prefix")
+    return Path(base, url).resolve().as_uri()
+
+
+def _check(document: _Document, where: str) -> None:
+    run, checkpoint, store, launch = document.run, document.checkpoint, document.store, document.launch
+    rules: list[tuple[bool, str, str]] = [
+        (bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run.name)), f"run.name = {run.name!r} is not a plain name", "use letters, digits, dot, dash"),
+        (run.steps >= 1, f"run.steps = {run.steps} is less than 1", "say how many optimizer steps to train"),
+        (run.steps < 10**12, f"run.steps = {run.steps} is too large", "use fewer than 10^12"),
+        (run.chunk >= 1, f"run.chunk = {run.chunk} is less than 1", "say how many steps one chunk has"),
+        (checkpoint.every >= 0, f"checkpoint.every = {checkpoint.every} is negative", "use 0 for chunk ends only"),
+        (checkpoint.every <= run.chunk, f"checkpoint.every = {checkpoint.every} is larger than run.chunk = {run.chunk}", "a chunk always ends with a checkpoint: lower checkpoint.every or raise run.chunk"),
+        (1 <= checkpoint.level <= 19, f"checkpoint.level = {checkpoint.level} is not a zstd level", "use 1 to 19"),
+        (1 <= checkpoint.threads <= 256, f"checkpoint.threads = {checkpoint.threads} is out of range", "use 1 to 256"),
+        (5 <= store.part_mib <= 5120, f"store.part_mib = {store.part_mib} is out of range", "S3 parts have 5 to 5120 MiB"),
+        (launch.processes >= 1, f"launch.processes = {launch.processes} is less than 1", "use 1"),
+        (launch.processes <= 1, f"launch.processes = {launch.processes}: this version trains with one process", "use 1"),
+        (launch.stop_grace >= 1, f"launch.stop_grace = {launch.stop_grace} is less than a second", "give the trainer time to save"),
+        (launch.startup_timeout >= 1, f"launch.startup_timeout = {launch.startup_timeout} is less than a second", "use 600"),
+        (launch.step_timeout >= 0, f"launch.step_timeout = {launch.step_timeout} is negative", "use 0 for automatic"),
+        (bool(re.fullmatch(r"https?://\S+", document.notify.slack_api)), f"notify.slack_api = {document.notify.slack_api!r} is not a URL", "leave it out"),
+    ]
+    for good, problem, fix in rules:
+        if not good:
+            raise ConfigError(f"{where}: {problem}", fix)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:  # Any: TOML values
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist", "name a run.toml; examples/gpt/run.toml is one") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text", "name a run.toml") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read and check a run.toml; `overrides` are `section.key=value` texts.
+
+    Raises ConfigError naming the path, the value and the fix."""
+    path = Path(path).absolute()
+    document = _read_toml(path)
+    for assignment in overrides:
+        _override(document, assignment)
+    try:
+        checked = msgspec.convert(document, _Document)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(error)}", "see docs/configuration.md for the settings") from None
+    _check(checked, str(path))
+    base = path.resolve().parent
+    file, _, function = checked.run.entry.rpartition(":")
+    if not file or not function.isidentifier():
+        raise ConfigError(f"{path}: run.entry = {checked.run.entry!r} is not file.py:function", "write for example train.py:train")
+    entry_file = Path(base, file).resolve()
+    if not entry_file.is_file():
+        raise ConfigError(f"{path}: run.entry names {entry_file}, which does not exist", "the file is relative to run.toml")
+    return RunConfig(
+        **{name: getattr(checked, name) for name in _Document.__struct_fields__},
+        path=path, run_dir=Path(base, checked.run.dir or f"runs/{checked.run.name}").resolve(),
+        entry_file=entry_file, entry_function=function, store_url=_absolute_store(checked.store.url, base, str(path)),
+    )
+
+
+def _explain(error: msgspec.ValidationError) -> str:
+    """msgspec's message with the TOML key in front: `run.steps: Expected `int`, got `str``."""
+    text, _, where = str(error).partition(" - at `$.")
+    return f"{where.rstrip('`')}: {text}" if where else text
+
+
+def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Each trajectory setting that differs, as `key: old -> new`."""
+    differences = []
+    for key in sorted(set(old) | set(new)):
+        a, b = old.get(key, "(absent)"), new.get(key, "(absent)")
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            differences += changed_settings(a, b, f"{prefix}{key}.")
+        elif a != b or type(a) is not type(b):
+            differences.append(f"{prefix}{key}: {a} -> {b}")
+    return differences

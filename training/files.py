@@ -1,0 +1,213 @@
+"""The only door to the disk for what a run keeps: a file is there whole, or it is not there.
+
+Order everywhere: temporary file beside the target, write, fsync, rename (or link), fsync the folder. Before each disk call
+stands a fail point, so tests can kill the process or make the call fail at every one of them in turn (`PERDURE_FAIL`)."""
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+FILE_MODE = 0o600
+DIR_MODE = 0o700
+Buffer = bytes | bytearray | memoryview
+
+
+class _FailPlan:
+    """`PERDURE_FAIL=role:action:n[:repeat]`: in the process of that role, the n-th disk call (from 1) ends in SIGKILL
+    (`kill`) or raises that errno (`ENOSPC`, `EIO`, ...); `repeat` makes all later ones fail too. For tests only."""
+
+    def __init__(self, text: str) -> None:
+        role, action, number, *rest = (text + ":::").split(":")
+        self.role, self.action, self.number = role, action, int(number or 0)
+        self.repeat = "repeat" in rest
+        self.calls = 0
+        self.armed = False
+
+    def step(self, call: str, target: str) -> None:
+        self.calls += 1
+        if self.calls == self.number or (self.repeat and self.calls > self.number):
+            if self.action == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            code: int = getattr(errno, self.action)
+            raise OSError(code, f"{os.strerror(code)} (fail point {self.calls}: {call})", target)
+
+
+_plan = _FailPlan(os.environ.get("PERDURE_FAIL", ""))
+
+
+def set_role(role: str) -> None:
+    """Name this process (`saver`, `agent`, `flow`, `rank`, `push`); arms a fail plan that is meant for it."""
+    _plan.armed = bool(_plan.number) and _plan.role == role
+
+
+def fail_point(call: str, target: str | Path) -> None:
+    """Stands before every call that changes a disk or a store."""
+    if _plan.armed:
+        _plan.step(call, str(target))
+
+
+def temporary_name(path: Path) -> Path:
+    """Beside `path`, so that the rename stays on one file system; readers and `leftovers` know the shape."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def is_temporary(name: str) -> bool:
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def fsync_dir(path: Path) -> None:
+    fail_point("fsync_dir", path)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_dirs(path: Path) -> None:
+    """Create `path` and its missing parents (0700), each made durable in its parent."""
+    missing = []
+    at = path
+    while not at.is_dir():
+        missing.append(at)
+        at = at.parent
+    for folder in reversed(missing):
+        fail_point("mkdir", folder)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=DIR_MODE)
+        fsync_dir(folder.parent)
+
+
+class NewFile:
+    """A file being written under a temporary name; `commit` makes it appear, leaving without it removes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._temporary = temporary_name(path)
+        fail_point("open", path)
+        self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+        self.size = 0
+
+    def write(self, data: Buffer) -> None:
+        fail_point("write", self.path)
+        view = memoryview(data).cast("B")
+        while len(view):
+            written = os.write(self._fd, view)
+            self.size += written
+            view = view[written:]
+
+    def start_writeback(self, offset: int, length: int) -> None:
+        """Ask the kernel to begin writing this range, so that the final fsync has little left to wait for."""
+        with contextlib.suppress(AttributeError, OSError):
+            os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def _make_durable(self) -> None:
+        fail_point("fsync", self.path)
+        os.fsync(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+
+    def commit(self) -> None:
+        """fsync, rename onto the final name, fsync the folder."""
+        self._make_durable()
+        fail_point("rename", self.path)
+        os.replace(self._temporary, self.path)
+        fsync_dir(self.path.parent)
+
+    def commit_if_absent(self) -> bool:
+        """As `commit`, but never over an existing file: exactly one of several writers gets True."""
+        self._make_durable()
+        fail_point("link", self.path)
+        try:
+            os.link(self._temporary, self.path)
+        except FileExistsError:
+            return False
+        finally:
+            os.unlink(self._temporary)
+        fsync_dir(self.path.parent)
+        return True
+
+    def __enter__(self) -> "NewFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._temporary)
+
+
+def write_atomically(path: Path, data: Buffer | Iterable[Buffer]) -> None:
+    with NewFile(path) as new:
+        for part in [data] if isinstance(data, (bytes, bytearray, memoryview)) else data:
+            new.write(part)
+        new.commit()
+
+
+def create_exclusively(path: Path, data: Buffer) -> bool:
+    """Write `path` only if it does not exist; False when another writer was first."""
+    with NewFile(path) as new:
+        new.write(data)
+        return new.commit_if_absent()
+
+
+def publish(path: Path, data: Buffer) -> None:
+    """Replace a small file that readers may see at any moment but that need not survive a power cut (no fsync)."""
+    temporary = temporary_name(path)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+    os.replace(temporary, path)
+
+
+def append(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Add `data` (whole lines) in one write; a torn last line left by a crash is closed off first."""
+    fail_point("append", path)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    try:
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        os.write(fd, data)
+        if durable:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove(path: Path) -> None:
+    """Remove a file (fine when it is gone) and make that durable."""
+    fail_point("unlink", path)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+        fsync_dir(path.parent)
+
+
+def remove_tree(path: Path) -> None:
+    fail_point("rmtree", path)
+    shutil.rmtree(path, ignore_errors=False)
+    fsync_dir(path.parent)
+
+
+def read_limited(path: Path, limit: int) -> bytes:
+    """The whole file; ValueError when it is larger than `limit` bytes (a hostile or foreign file)."""
+    with open(path, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"{path} is larger than {limit} bytes")
+    return data
+
+
+@contextlib.contextmanager
+def open_private(path: Path) -> Iterator[int]:
+    """A descriptor for appending to a 0600 log file."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,118 @@
+"""RunDir: the one owner of every path and file name of a run, in its directory and (same relative names) in its store."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_CHECKPOINT = re.compile(r"(\d{12})-(\d{4,})")
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, order=True)
+class CheckpointName:
+    """Step and launch token of a checkpoint; sorts by step, then token."""
+
+    step: int
+    token: int
+
+    def __str__(self) -> str:
+        return f"{self.step:012d}-{self.token:04d}"
+
+    @classmethod
+    def parse(cls, text: str) -> "CheckpointName | None":
+        match = _CHECKPOINT.fullmatch(text)
+        return cls(int(match[1]), int(match[2])) if match else None
+
+
+def rank_pack(rank: int) -> str:
+    return f"rank-{rank:05d}.pack"
+
+
+def rank_index(rank: int) -> str:
+    return f"rank-{rank:05d}.index"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    root: Path
+    """Absolute."""
+
+    # what the run is
+    @property
+    def run_json(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def lock(self) -> Path:
+        """flock held by everything that drives or trains this run; its text names the holder."""
+        return self.root / "lock"
+
+    @property
+    def agent_json(self) -> Path:
+        """pid and start time of the newest agent on this host."""
+        return self.root / "agent.json"
+
+    @property
+    def progress_json(self) -> Path:
+        """Heartbeat counter, step and state, published about once a second by the agent."""
+        return self.root / "progress.json"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def slack_json(self) -> Path:
+        return self.root / "slack.json"
+
+    @property
+    def stop_request(self) -> Path:
+        """Exists while somebody asks this run to stop; its text is the reason."""
+        return self.root / "stop"
+
+    # launches
+    @property
+    def launches(self) -> Path:
+        return self.root / "launches"
+
+    def launch_record(self, token: int) -> Path:
+        return self.launches / f"{token:04d}.json"
+
+    def launch_end(self, token: int) -> Path:
+        """Why that launch ended; written by its agent as the last act."""
+        return self.launches / f"{token:04d}.end.json"
+
+    def metrics(self, token: int) -> Path:
+        """What `Session.log` was given, a JSON line per step."""
+        return self.root / "metrics" / f"{token:04d}.jsonl"
+
+    def logs(self, token: int) -> Path:
+        return self.root / "logs" / f"launch-{token:04d}"
+
+    # checkpoints
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, name: CheckpointName) -> Path:
+        return self.checkpoints / str(name)
+
+    def manifest(self, name: CheckpointName) -> Path:
+        return self.checkpoint(name) / MANIFEST
+
+    def fact(self, name: CheckpointName, copy: str) -> Path:
+        """The checker's fact about one copy: `local` or `store`."""
+        return self.checkpoint(name) / f"check-{copy}.json"
+
+    # keys in the store, relative to its URL
+    RUN_KEY = "run.json"
+    CHECKPOINTS_KEY = "checkpoints/"
+    LAUNCHES_KEY = "launches/"
+
+    @staticmethod
+    def checkpoint_key(name: CheckpointName, file: str) -> str:
+        return f"checkpoints/{name}/{file}"
+
+    @staticmethod
+    def launch_key(token: int) -> str:
+        return f"launches/{token:04d}.json"
