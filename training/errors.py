@@ -71,6 +71,12 @@ class TrainingFailed(PerdureError):
     exit_code = 7
 
 
+class NonFinite(PerdureError, ArithmeticError):
+    """A loss or weight is NaN or infinite; such a state is never saved."""
+
+    exit_code = 7
+
+
 class DiskFull(PerdureError, OSError):
     """No room (bytes or inodes) for the next checkpoint; what exists was kept."""
 

@@ -89,6 +89,11 @@ class RunDir:
     def logs(self, token: int) -> Path:
         return self.root / "logs" / f"launch-{token:04d}"
 
+    @property
+    def flow_log(self) -> Path:
+        """What the flow processes of `perdure run` print."""
+        return self.root / "logs" / "flow.log"
+
     # checkpoints
     @property
     def checkpoints(self) -> Path:

@@ -52,6 +52,48 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[Entry, ...]
 
 
+def create_slot(name: str) -> int:
+    """A new empty memfd; whoever holds the descriptor keeps the snapshot alive."""
+    fd = os.memfd_create(f"perdure-{name}", os.MFD_CLOEXEC)
+    os.ftruncate(fd, DATA_ALIGN)
+    return fd
+
+
+def aligned(size: int) -> int:
+    return -(-size // DATA_ALIGN) * DATA_ALIGN
+
+
+class SlotWriter:
+    """The rank's side of one slot: `reserve`, `begin`, fill `data`, `finish`. Nobody reads between begin and finish."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self.generation = 0
+
+    def reserve(self, size: int) -> bool:
+        """Grow to hold `size` bytes and touch them, so that no later copy pays for page faults. True when it grew."""
+        if len(self._map) >= size:
+            return False
+        os.ftruncate(self._fd, aligned(size))  # the old mapping goes with the last view into it
+        self._map = mmap.mmap(self._fd, aligned(size), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        return True
+
+    def begin(self, header: Header, data_bytes: int) -> tuple[mmap.mmap, int]:
+        """Mark the slot as being written; returns the mapping and the offset of the data area in it."""
+        text = msgspec.msgpack.encode(header)
+        data = aligned(CONTROL_BYTES + len(text))
+        self.reserve(data + data_bytes)
+        self.generation += 1 + self.generation % 2
+        _CONTROL.pack_into(self._map, 0, _MAGIC, self.generation, header.about.step, len(text), data)
+        self._map[CONTROL_BYTES : CONTROL_BYTES + len(text)] = text
+        return self._map, data
+
+    def finish(self) -> None:
+        self.generation += 1
+        struct.pack_into("<Q", self._map, 8, self.generation)
+
+
 class Snapshot:
     """A whole snapshot, mapped for reading. `data(entry)` is valid until `close`."""
 

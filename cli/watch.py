@@ -1,0 +1,108 @@
+"""What `perdure run` shows: one line per event; on a terminal also a progress bar with rate and time left."""
+
+import json
+import sys
+import time
+from typing import Any
+
+from perdure.training import events, files
+from perdure.training.config import RunConfig
+from perdure.training.events import Event
+from perdure.training.run_dir import RunDir
+
+_LINES = {
+    "run_created": "created run {run}",
+    "launch_started": "launch {token} started at step {step}",
+    "recovered": "launch {token} goes on from step {step}",
+    "checkpoint_committed": "committed checkpoint {name}: {mb:.1f} MB of {raw_mb:.1f} MB raw, {seconds:.2f} s",
+    "save_failed": "could not write the checkpoint of step {step} (try {attempt}): {error}",
+    "disk_full": "{text}",
+    "verified": "verified {name}",
+    "quarantined": "QUARANTINED {name}: {reason}",
+    "pushed": "pushed {name} to {url}",
+    "push_failed": "could not push step {step}: {error}",
+    "failed": "FAILED at step {step} ({error_class}): {detail}; {next}",
+    "stopped": "stopped at step {step}: {reason}",
+    "completed": "completed step {step}, state digest {digest}",
+    "notice": "{text}",
+}
+
+
+class _Blank(dict[str, Any]):  # Any: JSON values
+    def __missing__(self, key: str) -> str:
+        return "?"
+
+
+def describe(event: Event, total: int) -> str:
+    """One line for people."""
+    data = _Blank(event.data)
+    data["mb"], data["raw_mb"] = float(event.data.get("stored_bytes", 0)) / 1e6, float(event.data.get("raw_bytes", 0)) / 1e6
+    data.setdefault("seconds", 0.0)
+    if event.kind == "chunk_finished":
+        return _describe_chunk(event.data, total)
+    return _LINES.get(event.kind, event.kind + " {all}").format_map(_Blank(data, all=json.dumps(event.data)))
+
+
+def _describe_chunk(data: dict[str, Any], total: int) -> str:
+    start, end, seconds = int(data["start"]), int(data["end"]), max(float(data["seconds"]), 1e-9)
+    rate = (end - start + 1) / seconds
+    loss = f", loss {data['loss']:.4f}" if data.get("loss") is not None else ""
+    left = time.strftime("%H:%M:%S", time.gmtime((total - end) / rate))
+    return f"chunk {start}-{end} of {total} done{loss}, {rate:.2f} steps/s, {left} left"
+
+
+class Watcher:
+    """Call `look` a few times a second. Starts at the present end of the event log."""
+
+    def __init__(self, run: RunDir, config: RunConfig, ui: str, *, quiet: bool) -> None:
+        self._run, self._total = run, config.run.steps
+        self._cursor = run.events.stat().st_size if run.events.exists() else 0
+        self._file = sys.stderr if quiet else sys.stdout
+        self._bar: Any = None  # Any: rich is imported on terminals only
+        if self._file.isatty():
+            self._start_bar(config)
+        self.say(f"run {config.run.name} in {run.root}, {self._total} steps in chunks of {config.run.chunk}; Prefect UI: {ui}")
+
+    def _start_bar(self, config: RunConfig) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn(),
+            TimeRemainingColumn(), console=Console(file=self._file),
+        )  # fmt: skip
+        self._task = self._bar.add_task(config.run.name, total=self._total, rate="")
+        self._first: tuple[float, int] | None = None
+        self._bar.start()
+
+    def say(self, text: str) -> None:
+        line = f"{time.strftime('%H:%M:%S')} {text}"
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, file=self._file, flush=True)
+
+    def look(self) -> None:
+        for event in events.read(self._run, self._cursor):
+            self._cursor = event.end
+            self.say(describe(event, self._total))
+        if self._bar is not None:
+            self._advance()
+
+    def _advance(self) -> None:
+        try:
+            progress = json.loads(files.read_limited(self._run.progress_json, 4096))
+            step, state = int(progress["step"]), str(progress["state"])
+        except (OSError, ValueError, KeyError):
+            return
+        now = time.monotonic()
+        if self._first is None or step < self._first[1]:
+            self._first = (now, step)
+        seconds, made = now - self._first[0], step - self._first[1]
+        rate = f"{made / seconds:.2f} steps/s" if made and seconds > 0 else state
+        self._bar.update(self._task, completed=step, rate=rate if state == "training" else state)
+
+    def close(self) -> None:
+        self.look()
+        if self._bar is not None:
+            self._bar.stop()

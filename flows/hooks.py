@@ -1,0 +1,83 @@
+"""Prefect's hooks on the training flow. Their parameter names are part of Prefect's contract: (flow, flow_run, state)."""
+
+from datetime import timedelta
+from typing import Any
+
+from prefect import Flow
+from prefect.client.schemas.objects import FlowRun
+from prefect.deployments import run_deployment
+from prefect.logging.loggers import flow_run_logger
+from prefect.states import State
+
+from perdure.flows.restart import Attempt, attempts_of, decide
+from perdure.tasks.notify import deliver
+from perdure.training import events
+from perdure.training.agent.launch import END_MARGIN_SECS
+from perdure.training.agent.lock import end_agent
+from perdure.training.checkpoint import lineage
+from perdure.training.config import RunConfig, load_config
+from perdure.training.errors import PerdureError
+from perdure.training.run_dir import RunDir
+
+
+def on_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """A refusal of ours was decided already; anything else that ends a flow is treated like a crash."""
+    error = state.result(raise_on_failure=False) if state.data is not None else None
+    if isinstance(error, PerdureError):
+        _tell(flow, flow_run)
+    else:
+        on_crashed(flow, flow_run, state)
+
+
+def on_crashed(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """The flow process died: the agent saves and leaves by itself; a new flow run goes on, if the decision says so."""
+    config, run = _open(flow_run)
+    deaths = int(flow_run.parameters.get("deaths") or 0) + 1
+    since = flow_run.parameters.get("since")
+    first = int(since) if since is not None else _first_launch_of(run, flow_run)
+    lost = [Attempt(error_class="infrastructure", progress=False)] * deaths
+    decision = decide([*attempts_of(run, first), *lost])
+    deployed = flow_run.deployment_id is not None
+    following = decision.reason if deployed else "run the same command again to go on"
+    events.record(run, "failed", error_class="infrastructure", detail=(state.message or "flow process died")[:1000], next=following)
+    if decision.restart and deployed:
+        run_deployment(
+            flow_run.deployment_id, timeout=0, as_subflow=False, idempotency_key=f"{flow_run.id}:restart",
+            parameters={**flow_run.parameters, "since": first, "deaths": 0 if _made_progress(run, first) else deaths},
+            scheduled_time=_soon(decision.delay),
+        )  # fmt: skip
+    _tell(flow, flow_run)
+
+
+def on_cancellation(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Somebody cancelled: make sure the trainer is gone (it saves first), restart nothing."""
+    config, run = _open(flow_run)
+    end_agent(run, grace=config.launch.stop_grace + END_MARGIN_SECS)
+    events.record(run, "stopped", reason="cancelled in Prefect")
+    _tell(flow, flow_run)
+
+
+def _soon(delay: float) -> Any:  # Any: Prefect's own DateTime type
+    from prefect.types._datetime import now
+
+    return now("UTC") + timedelta(seconds=delay)
+
+
+def _open(flow_run: FlowRun) -> tuple[RunConfig, RunDir]:
+    config = load_config(flow_run.parameters["config"], flow_run.parameters.get("overrides") or [])
+    return config, RunDir(config.run_dir)
+
+
+def _first_launch_of(run: RunDir, flow_run: FlowRun) -> int:
+    """The first token taken since this flow run began."""
+    began = flow_run.start_time.timestamp() if flow_run.start_time else 0.0
+    return min((token for token, record in lineage.read_launches(run).items() if record.created >= began), default=1)
+
+
+def _made_progress(run: RunDir, first: int) -> bool:
+    return any(name.token >= first for name in lineage.lineage(run))
+
+
+def _tell(flow: Flow[..., Any], flow_run: FlowRun) -> None:
+    config, run = _open(flow_run)
+    deliver(run, config.notify, logger=flow_run_logger(flow_run, flow))

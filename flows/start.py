@@ -1,0 +1,98 @@
+"""Where a run goes on: its identity (local, or adopted from the store), the newest checkpoint that verifies, the next token."""
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+
+from perdure.tasks.verify import prove
+from perdure.training import events, files
+from perdure.training.checkpoint import catalog, manifest
+from perdure.training.checkpoint.lineage import LaunchRecord
+from perdure.training.checkpoint.run_info import create_run_info, read_run_info
+from perdure.training.config import RunConfig, changed_settings
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, StoreError
+from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.storage.store import ObjectStore
+from perdure.training.travel.fence import claim_run, take_token
+from perdure.training.travel.pull import pull
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    run_id: str
+    resume: CheckpointName | None
+
+    @property
+    def step(self) -> int:
+        return self.resume.step if self.resume else 0
+
+
+def open_run(config: RunConfig, store: ObjectStore | None, *, replan: bool) -> Start:
+    """Open the run directory (or bring the run back from its store) and choose where to resume.
+
+    Raises CheckpointDamaged when there are checkpoints and none is good; ConfigError when trajectory settings differ."""
+    run = RunDir(config.run_dir)
+    files.make_dirs(run.checkpoints)
+    files.make_dirs(run.launches)
+    if not run.run_json.exists():
+        _adopt_or_create(config, run, store)
+    resume = _newest_good(run)
+    if resume is not None:
+        _check_settings(config, run, resume, replan)
+    return Start(run_id=read_run_info(run).id, resume=resume)
+
+
+def _adopt_or_create(config: RunConfig, run: RunDir, store: ObjectStore | None) -> None:
+    """A missing run directory with a store that knows the run is a lost node: bring back what the store has."""
+    if store is not None and store.size(RunDir.RUN_KEY) is not None:
+        try:
+            name = pull(store, run)
+            events.record(run, "notice", text=f"run directory was empty: brought back checkpoint {name} from {store.url}")
+            return
+        except CheckpointNotFound:
+            if run.run_json.exists():
+                return
+    info = create_run_info(run, config)
+    events.record(run, "run_created", run=info.id, name=info.name, steps=info.steps, chunk=info.chunk)
+    if store is not None:
+        try:
+            claim_run(run, store)
+        except StoreError as error:
+            if not error.retryable:
+                run.run_json.unlink()
+                raise
+            events.record(run, "push_failed", step=0, error=str(error)[:1000], retryable=True)
+
+
+def _newest_good(run: RunDir) -> CheckpointName | None:
+    """The newest candidate that verifies now; damaged ones are quarantined on the way."""
+    candidates = catalog.candidates(run)
+    for name in candidates:
+        if prove(run, name):
+            return name
+    if catalog.has_checkpoints(run):
+        raise CheckpointDamaged(
+            f"{run.root}: no checkpoint of this run verifies (see `perdure verify {run.root}`)",
+            hint="bring one back with `perdure pull URL NEW_DIR`, or start anew with another run.dir",
+        )
+    return None
+
+
+def _check_settings(config: RunConfig, run: RunDir, resume: CheckpointName, replan: bool) -> None:
+    if resume.step >= config.run.steps or replan:
+        return
+    changed = changed_settings(manifest.read(run.checkpoint(resume)).config, config.trajectory())
+    if changed:
+        raise ConfigError(
+            f"{config.path}: settings that decide the weights differ from checkpoint {resume}: {'; '.join(changed)}",
+            "put them back, or accept and record the change with --replan",
+        )
+
+
+def next_token(config: RunConfig, store: ObjectStore | None, start: Start) -> LaunchRecord:
+    """Take the next launch token, here and in the store."""
+    return take_token(
+        RunDir(config.run_dir), store, run_id=start.run_id, resumed_from=str(start.resume) if start.resume else None,
+        created=time.time(), host=socket.gethostname(), pid=os.getpid(),
+    )  # fmt: skip

@@ -1,0 +1,215 @@
+"""The training flow: resume from the newest checkpoint that verifies, train chunk after chunk, verify and push what is
+committed, restart what fails. It may die at any line and be replaced; all it knows it reads from the run directory."""
+
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from prefect import flow, get_run_logger
+from prefect.futures import PrefectFuture
+from prefect.runtime import flow_run
+from prefect.states import Cancelled, State
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from perdure.flows import hooks
+from perdure.flows.restart import attempts_of, decide
+from perdure.flows.start import Start, next_token, open_run
+from perdure.tasks.notify import notify
+from perdure.tasks.push import push, store_of
+from perdure.tasks.train_chunk import LaunchEnded, train_chunk
+from perdure.tasks.verify import verify
+from perdure.training import events
+from perdure.training.agent.launch import END_MARGIN_SECS, Trainer
+from perdure.training.agent.lock import RunLock
+from perdure.training.checkpoint import catalog, facts, lineage
+from perdure.training.checkpoint.lineage import LaunchEnd
+from perdure.training.config import RunConfig, load_config
+from perdure.training.errors import ConfigError, NotReplicated, PerdureError, Stopped, TrainingFailed
+from perdure.training.run_dir import RunDir
+
+FINAL_PUSH_TRIES = 3
+AFTER_TRAINING_SECS = 600.0
+"""How long the user's own code may run after the last step."""
+
+
+class _Drive:
+    """One flow run's work on one run, which it holds the lock of."""
+
+    def __init__(self, config: RunConfig, overrides: list[str], replan: bool, since: int, lock: RunLock) -> None:
+        self.config, self.overrides, self.replan, self.since, self.lock = config, overrides, replan, since, lock
+        self.run = RunDir(config.run_dir)
+        self.store = store_of(config)
+        self.log = get_run_logger()
+        self.jobs: dict[tuple[str, str], PrefectFuture[Any]] = {}  # Any: JSON values
+        self.hurry = False
+        """Set when the flow has to leave: transfers stop at their next part."""
+
+    # the chain
+
+    def go(self) -> dict[str, Any]:  # Any: JSON values
+        while True:
+            start = open_run(self.config, self.store, replan=self.replan)
+            self.tell()
+            self.reconcile()
+            if start.step >= self.config.run.steps:
+                return self.finish()
+            end = self.launch(start)
+            if end.reason == "complete":
+                return self.finish()
+            self.after(end)
+
+    def launch(self, start: Start) -> LaunchEnd:
+        """One launch, from `start` to its end, however it ends."""
+        record = next_token(self.config, self.store, start)
+        trainer = Trainer.start(
+            self.config, self.overrides, self.lock, run_id=start.run_id, token=record.token, resume=start.resume, replan=self.replan
+        )  # fmt: skip
+        kind = "recovered" if start.step and record.token > self.since else "launch_started"
+        events.record(self.run, kind, token=record.token, step=start.step, resumed_from=record.resumed_from)
+        self.log.info("Launch %d started from step %d.", record.token, start.step)
+        self.tell()
+        grace = self.config.launch.stop_grace + END_MARGIN_SECS
+        deadline = time.monotonic() + grace
+        try:
+            self.train(trainer, start.step)
+            return trainer.end_after_training(AFTER_TRAINING_SECS)
+        except LaunchEnded:
+            return trainer.end(grace)
+        except BaseException as error:  # a stop, SIGTERM, cancellation or a bug of ours: save, then let it through
+            deadline = time.monotonic() + grace
+            trainer.stop(str(error) or type(error).__name__)
+            end = trainer.end(grace)
+            self.leave(end, deadline)
+            raise
+        finally:
+            trainer.kill()
+
+    def train(self, trainer: Trainer, step: int) -> None:
+        while step < self.config.run.steps:
+            end = self.config.chunk_end(step)
+            done = train_chunk(trainer, step + 1, end)
+            self.log.info("Chunk %d-%d took %.1f s, loss %s.", step + 1, end, done["seconds"], done["loss"])
+            self.reconcile()
+            self.tell()
+            step = end
+
+    # beside training
+
+    def reconcile(self) -> None:
+        """Submit what is missing: a proof for each committed checkpoint, then its copy in the store."""
+        for name in lineage.lineage(self.run):
+            proof = self._job("verify", str(name)) if facts.read_fact(self.run, name, "local") is None else None
+            if self.store is not None and facts.read_fact(self.run, name, "store") is None and facts.trust(self.run, name) != "quarantined":
+                self._job("push", str(name), after=proof)
+
+    def _job(self, kind: str, name: str, after: PrefectFuture[Any] | None = None) -> PrefectFuture[Any]:
+        known = self.jobs.get((kind, name))
+        if known is not None and not known.state.is_final():
+            return known
+        if kind == "verify":
+            future = verify.submit(str(self.run.root), name)
+        else:
+            future = push.submit(self.config, name, lambda: self.hurry, wait_for=[after] if after else None)
+        self.jobs[kind, name] = future
+        return future
+
+    def settle(self, deadline: float) -> None:
+        """Wait for all submitted work; after `deadline` transfers are asked to stop."""
+        for future in self.jobs.values():
+            future.wait(timeout=max(0.0, deadline - time.monotonic()))
+        self.hurry = time.monotonic() > deadline
+        for future in self.jobs.values():
+            future.wait()
+
+    def tell(self) -> None:
+        notify.submit(str(self.run.root), self.config.notify)
+
+    # endings
+
+    def after(self, end: LaunchEnd) -> None:
+        """Decide what follows a launch that did not complete: return to restart, raise to end the flow."""
+        if end.reason == "stopped":
+            self.leave(end, time.monotonic() + self.config.launch.stop_grace)
+            raise Stopped(f"stopped at step {end.step}: {end.detail}")
+        decision = decide(attempts_of(self.run, self.since))
+        good = catalog.newest_with(self.run, ("verified", "replicated", "written"))
+        events.record(
+            self.run, "failed", token=end.token, error_class=end.error_class, step=end.step, last_good=good.step if good else 0,
+            detail=end.detail[:2000], next=decision.reason, log_tail=end.log_tail[-3000:],
+        )  # fmt: skip
+        self.log.warning("Launch %d failed at step %d (%s): %s; %s.", end.token, end.step, end.error_class, end.detail, decision.reason)
+        self.tell()
+        if not decision.restart:
+            self.settle(time.monotonic() + AFTER_TRAINING_SECS)
+            self._refuse(end, decision.reason)
+        self._pause(decision.delay)
+
+    def _refuse(self, end: LaunchEnd, reason: str) -> NoReturn:
+        message = f"{self.run.root}: {end.error_class} error at step {end.step}: {end.detail}; {reason}"
+        if end.error_class == "config":
+            raise ConfigError(message)
+        raise TrainingFailed(message, f"see {self.run.logs(end.token)}; the same command starts again")
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self.run.stop_request.exists():
+                raise Stopped("asked to stop between two launches")
+            time.sleep(0.1)
+
+    def leave(self, end: LaunchEnd, deadline: float) -> None:
+        """The trainer has saved; use what is left of the grace to prove and push that checkpoint."""
+        events.record(self.run, "stopped", token=end.token, step=end.step, reason=end.detail)
+        self.reconcile()
+        self.tell()
+        self.settle(deadline)
+
+    def finish(self) -> dict[str, Any]:  # Any: JSON values
+        """Everything is trained: prove and copy the rest, say so once."""
+        for _ in range(FINAL_PUSH_TRIES):
+            self.reconcile()
+            self.settle(time.monotonic() + AFTER_TRAINING_SECS)
+            last = lineage.lineage(self.run)[0]
+            if self.store is None or facts.trust(self.run, last) == "replicated":
+                break
+        manifest = catalog.manifest_of(self.run, last)
+        if not any(event.kind == "completed" and event.data.get("digest") == manifest.state_digest for event in events.read(self.run)):
+            events.record(self.run, "completed", step=last.step, digest=manifest.state_digest, name=str(last))
+        self.tell()
+        self.settle(time.monotonic() + 10.0)
+        if self.store is not None and facts.trust(self.run, last) != "replicated":
+            raise NotReplicated(
+                f"{self.run.root}: all {last.step} steps are trained and proven, but checkpoint {last} is not in {self.store.url}",
+                "see `perdure status`; running the same command again only pushes",
+            )
+        return {"step": last.step, "state_digest": manifest.state_digest, "checkpoint": str(last)}
+
+
+def _name() -> str:
+    parameters = flow_run.parameters
+    try:
+        return f"train {load_config(parameters['config'], parameters.get('overrides') or []).run.name}"
+    except PerdureError:
+        return f"train {Path(str(parameters['config'])).parent.name}"
+
+
+@flow(
+    name="train", flow_run_name=_name, retries=0, task_runner=ThreadPoolTaskRunner(max_workers=3),
+    on_failure=[hooks.on_failure], on_crashed=[hooks.on_crashed], on_cancellation=[hooks.on_cancellation],
+)  # fmt: skip
+def train(
+    config: str, overrides: list[str] | None = None, replan: bool = False, since: int | None = None, deaths: int = 0
+) -> dict[str, Any] | State[Any]:  # Any: JSON values
+    """Train the run described by the run.toml at `config` to its last step.
+
+    `replan`: accept changed trajectory settings, and record them. `since` and `deaths` carry the restart budget along."""
+    checked = load_config(config, overrides or [])
+    run = RunDir(checked.run_dir)
+    with RunLock.acquire(run, orphan_wait=checked.launch.stop_grace + END_MARGIN_SECS) as lock:
+        run.stop_request.unlink(missing_ok=True)
+        first = since if since is not None else max(lineage.read_launches(run), default=0) + 1
+        try:
+            return _Drive(checked, overrides or [], replan, first, lock).go()
+        except Stopped as stopped:
+            run.stop_request.unlink(missing_ok=True)
+            return Cancelled(message=str(stopped))

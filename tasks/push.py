@@ -1,0 +1,48 @@
+"""Copy one verified checkpoint to the store, read it back, record the fact. An unreachable store never stops training."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from perdure.tasks import background
+from perdure.training import events
+from perdure.training.config import RunConfig
+from perdure.training.errors import StoreError
+from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.storage.store import ObjectStore, StoreSettings, open_store
+from perdure.training.travel.push import push as push_checkpoint
+
+
+def store_of(config: RunConfig) -> ObjectStore | None:
+    """The run's store, or None when it has none."""
+    store = config.store
+    if not config.store_url:
+        return None
+    settings = StoreSettings(endpoint_url=store.endpoint_url, region=store.region, checksums=store.checksums, part_mib=store.part_mib)
+    return open_store(config.store_url, settings)
+
+
+def copy_out(run: RunDir, store: ObjectStore, name: CheckpointName, should_stop: Callable[[], bool]) -> bool:
+    """True when the store holds it, read back. What cannot be cured by waiting is raised."""
+    try:
+        fact = push_checkpoint(run, store, name, should_stop=should_stop)
+    except StoreError as error:
+        events.record(run, "push_failed", step=name.step, name=str(name), error=str(error)[:1000], retryable=error.retryable)
+        if not error.retryable:
+            raise
+        return False
+    if fact.result == "good":
+        events.record(run, "pushed", step=name.step, name=str(name), url=store.url)
+    return fact.result == "good"
+
+
+@task(name="push", task_run_name="push {name}", cache_policy=NO_CACHE, persist_result=False)
+def push(config: RunConfig, name: str, should_stop: Callable[[], bool]) -> dict[str, Any]:  # Any: JSON values, shown in the UI
+    background.yield_to_training()
+    parsed, store = CheckpointName.parse(name), store_of(config)
+    assert parsed is not None
+    assert store is not None
+    return {"checkpoint": name, "replicated": copy_out(RunDir(Path(config.run_dir)), store, parsed, should_stop)}

@@ -1,0 +1,208 @@
+"""The agent: one per node. Launches the rank, leases chunks to it, gives its snapshots to the saver, watches all of them, and
+writes down why the launch ended. Its standard input is its lifeline: end of file means save, stop, exit."""
+
+import argparse
+import json
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+
+from perdure.training import events, files, slots
+from perdure.training.agent import descendants
+from perdure.training.agent.rank import Rank
+from perdure.training.agent.savers import Savers
+from perdure.training.agent.watch import Deadlines
+from perdure.training.wire import Message
+from perdure.training.checkpoint.lineage import LaunchEnd, write_end
+from perdure.training.config import RunConfig, load_config
+from perdure.training.process import identify
+from perdure.training.run_dir import CheckpointName, RunDir
+
+TICK_SECS = 0.1
+PROGRESS_SECS = 1.0
+SLOTS = 2
+LOG_TAIL_LINES = 15
+LOG_TAIL_BYTES = 8000
+
+
+class Agent:
+    def __init__(self, config: RunConfig, run_id: str, token: int, resume: CheckpointName | None, replan: bool) -> None:
+        self.config, self.token, self.run = config, token, RunDir(config.run_dir)
+        self.log_dir = self.run.logs(token)
+        files.make_dirs(self.log_dir)
+        files.make_dirs(self.run.metrics(token).parent)
+        self.slots = [slots.create_slot(f"{token}-{number}") for number in range(SLOTS)]
+        self.saver_log = open(self.log_dir / "saver.log", "ab")  # noqa: SIM115 - lives as long as the agent
+        self.savers = Savers(self.run, config, run_id, token, self.slots, self.saver_log)
+        self.rank = Rank(self.run, config, token, resume, replan, self.slots)
+        self.watch = Deadlines(config)
+        self.signalled = False
+        self.stop_reason = ""
+        self.stop_deadline = float("inf")
+        self.lifeline = True
+        self._line = b""
+        self._counter = 0
+        self._published = 0.0
+        self._state = ""
+
+    # what comes in
+
+    def on_lifeline(self) -> None:
+        data = os.read(0, 1 << 16)
+        if not data:
+            self.lifeline = False
+            self.stop("the flow process is gone")
+            return
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            self.on_order(json.loads(line))
+
+    def on_order(self, order: Message) -> None:
+        if "lease" in order:
+            self.rank.lease(int(order["lease"]))
+        if order.get("save"):
+            self.rank.send({"save": True})
+        if "stop" in order:
+            self.stop(str(order["stop"]))
+
+    def stop(self, reason: str) -> None:
+        """Ask the rank to save and leave at the next step boundary; before its first step there is nothing to save."""
+        if self.stop_reason:
+            return
+        self.stop_reason = reason
+        self.stop_deadline = time.monotonic() + self.config.launch.stop_grace
+        if self.rank.phase in ("starting", "setup"):
+            self.rank.kill()
+        else:
+            self.rank.send({"stop": reason})
+
+    def on_rank(self) -> None:
+        for message in self.rank.receive():
+            if "snapshot" in message:
+                self.savers.submit(int(message["snapshot"]), int(message["step"]))
+            if "notice" in message:
+                events.record(self.run, "notice", text=message["notice"], token=self.token)
+
+    # the loop
+
+    def turn(self) -> None:
+        """Wait for something to happen, at most a tick, and react."""
+        watched = {self.rank.listener_or_wire: self.on_rank, self.savers.wire.socket: self.savers.on_messages}
+        if self.lifeline:
+            watched[0] = self.on_lifeline
+        ready, _, _ = select.select(list(watched), [], [], TICK_SECS)
+        for source in ready:
+            watched[source]()
+        if self.savers.process.poll() is not None:
+            self.savers.on_death()
+        if self.signalled:
+            self.stop("SIGTERM")
+        self.savers.work()
+        for slot in self.savers.take_freed():
+            self.rank.send({"freed": slot})
+        self.publish()
+
+    def publish(self) -> None:
+        state = "stopping" if self.stop_reason else "waiting for disk" if self.savers.disk_full else self.rank.phase
+        now = time.monotonic()
+        if state == self._state and now - self._published < PROGRESS_SECS:
+            return
+        self._published, self._state, self._counter = now, state, self._counter + 1
+        progress = {
+            "counter": self._counter, "time": time.time(), "token": self.token, "state": state, "step": self.rank.step,
+            "committed_step": self.savers.committed_step, "lease": self.rank.leased,
+        }  # fmt: skip
+        try:
+            files.publish(self.run.progress_json, json.dumps(progress).encode())
+        except OSError:
+            return  # a full disk: the next one may get through, and nothing depends on it
+
+    def live(self) -> LaunchEnd:
+        """Train until the rank has ended and what it left in the slots is committed."""
+        while self.rank.is_alive():
+            self.turn()
+            problem = self.savers.lost or self.watch.problem(self.rank, paused=self.savers.disk_full)
+            if problem:
+                if not self.savers.lost:
+                    self.rank.dump_stacks()
+                self.rank.kill()
+                self.rank.failure = ("storage" if self.savers.lost else "hang", problem)
+            elif time.monotonic() > self.stop_deadline:
+                self.rank.kill()
+        self.on_rank()
+        while self.savers.busy and time.monotonic() < self.stop_deadline:
+            self.turn()
+        return self.describe_end()
+
+    def describe_end(self) -> LaunchEnd:
+        status = self.rank.status
+        error_class, detail = self.rank.failure
+        whole = status == 0 and not self.savers.busy
+        if self.rank.finished and whole:
+            reason, error_class, detail = "complete", "", ""
+        elif (self.rank.stopped and whole) or (self.stop_reason and not error_class and status <= 0):
+            reason, detail = "stopped", self.stop_reason or "the rank was asked to stop"
+        else:
+            reason = "failed"
+            error_class = error_class or ("infrastructure" if status < 0 else "user")
+            detail = detail or _describe_status(status)
+        return LaunchEnd(
+            token=self.token, reason=reason, error_class=error_class, step=self.rank.step, detail=detail,
+            log_tail=_tail(self.rank.log_path), ended=time.time(),
+        )  # fmt: skip
+
+    def end(self) -> None:
+        self.rank.kill()
+        self.savers.end()
+        descendants.end_all()
+        self.rank.close()
+
+
+def _describe_status(status: int) -> str:
+    if status < 0:
+        return f"rank was killed by {signal.Signals(-status).name}"
+    return f"rank exited with status {status} before its last step"
+
+
+def _tail(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+    except FileNotFoundError:
+        return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--token", type=int, required=True)
+    parser.add_argument("--resume", default="")
+    parser.add_argument("--replan", action="store_true")
+    options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    files.set_role("agent")
+    descendants.adopt_orphans()
+    config = load_config(options.config, options.set)
+    run = RunDir(config.run_dir)
+    files.write_atomically(run.agent_json, msgspec.json.encode(identify()))
+    agent = Agent(config, options.run_id, options.token, CheckpointName.parse(options.resume), options.replan)
+
+    def on_sigterm(*_: object) -> None:
+        agent.signalled = True
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        write_end(run, agent.live())
+    finally:
+        agent.end()
+
+
+if __name__ == "__main__":
+    main()

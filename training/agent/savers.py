@@ -1,0 +1,133 @@
+"""Keeps one saver process alive and feeds it the slots that wait to be written, oldest first; a full disk pauses, never drops."""
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from perdure.training import events
+from perdure.training.wire import Message, Wire
+from perdure.training.config import RunConfig
+from perdure.training.run_dir import RunDir
+
+MAX_ATTEMPTS = 3
+RETRY_SECS = 1.0
+DISK_FULL_RETRY_SECS = 2.0
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    slot: int
+    step: int
+    attempts: int = 0
+    not_before: float = 0.0
+    running: bool = False
+
+
+class Savers:
+    """`submit` queues a full slot; `take_freed` gives slots whose snapshot is committed (or given up)."""
+
+    def __init__(self, run: RunDir, config: RunConfig, run_id: str, token: int, slots: list[int], log: BinaryIO) -> None:
+        self._run, self._config, self._run_id, self._token, self._slots, self._log = run, config, run_id, token, slots, log
+        self._queue: list[_Pending] = []
+        self._freed: list[int] = []
+        self.committed_step = 0
+        self.disk_full = False
+        self.lost: str = ""
+        """Why a checkpoint that a chunk waits for could not be written."""
+        self._start()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "perdure.training.agent.saver", str(self._run.root), self._run_id]
+        numbers = [theirs.fileno(), os.getpid(), self._config.checkpoint.level, self._config.checkpoint.threads]
+        self.process = subprocess.Popen(
+            command + [str(number) for number in numbers], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
+        )  # fmt: skip
+        theirs.close()
+        self.wire = Wire(ours)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue)
+
+    def submit(self, slot: int, step: int) -> None:
+        self._queue.append(_Pending(slot=slot, step=step))
+        self.work()
+
+    def take_freed(self) -> list[int]:
+        freed, self._freed = self._freed, []
+        return freed
+
+    def work(self) -> None:
+        """Hand the oldest waiting snapshot to the saver, if it is idle and the retry time has come."""
+        head = self._queue[0] if self._queue else None
+        if head is None or head.running or time.monotonic() < head.not_before:
+            return
+        head.running, head.attempts = True, head.attempts + 1
+        self.wire.send({"step": head.step, "token": self._token}, (self._slots[head.slot],))
+
+    def on_messages(self) -> None:
+        for message in self.wire.receive():
+            if "committed" in message:
+                self._on_committed(message)
+            else:
+                self._on_failed(str(message["failed"]), int(message["errno"]), str(message["path"]))
+        self.work()
+
+    def on_death(self) -> None:
+        """The saver is gone: say so, start another, write the same snapshot again."""
+        self.on_messages()  # what it committed before it died
+        status = self.process.wait()
+        self.wire.close()
+        events.record(self._run, "notice", text=f"saver ended with status {status}; started another", token=self._token)
+        self._start()
+        if self._queue and self._queue[0].running:
+            self._on_failed(f"saver ended with status {status}", 0, "")
+        self.work()
+
+    def _on_committed(self, message: Message) -> None:
+        done = self._queue.pop(0)
+        self._freed.append(done.slot)
+        self.committed_step = max(self.committed_step, done.step)
+        if self.disk_full:
+            self.disk_full = False
+            events.record(self._run, "notice", text="there is room on the disk again; saving goes on", token=self._token)
+        events.record(self._run, "checkpoint_committed", token=self._token, name=message.pop("committed"), **message)
+
+    def _on_failed(self, problem: str, number: int, path: str) -> None:
+        head = self._queue[0]
+        head.running = False
+        if number in _NO_ROOM:
+            head.attempts = 0
+            head.not_before = time.monotonic() + DISK_FULL_RETRY_SECS
+            if not self.disk_full:
+                self.disk_full = True
+                self._say_disk_full(head.step, path)
+            return
+        head.not_before = time.monotonic() + RETRY_SECS
+        events.record(self._run, "save_failed", token=self._token, step=head.step, error=problem, path=path, attempt=head.attempts)
+        if head.attempts >= MAX_ATTEMPTS:
+            self._queue.pop(0)
+            self._freed.append(head.slot)
+            if head.step % self._config.run.chunk == 0 or head.step >= self._config.run.steps:
+                self.lost = f"checkpoint of step {head.step} could not be written: {problem}"
+
+    def _say_disk_full(self, step: int, path: str) -> None:
+        usage = os.statvfs(self._run.root)
+        free, inodes = usage.f_bavail * usage.f_frsize, usage.f_favail
+        text = f"disk full: {path or self._run.root} has {free} bytes and {inodes} inodes free; the checkpoint of step {step} waits"
+        events.record(
+            self._run, "disk_full", token=self._token, step=step, path=path, free_bytes=free, free_inodes=inodes,
+            text=f"{text} in memory, training pauses when both slots are full, and goes on by itself when there is room",
+        )  # fmt: skip
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.wire.close()

@@ -1,0 +1,34 @@
+"""Deadlines of a launch: how long it may take to the first step, and how long a step may take after that."""
+
+import time
+
+from perdure.training.agent.rank import Rank
+from perdure.training.config import RunConfig
+
+AUTOMATIC_FACTOR = 5.0
+AUTOMATIC_LEAST_SECS = 60.0
+"""facts/operations.md: a hang is no progress for 5 x the longest step seen."""
+
+
+class Deadlines:
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._started = time.monotonic()
+        self._waited_until = self._started
+        self._longest = 0.0
+
+    def problem(self, rank: Rank, paused: bool) -> str:
+        """What hangs, in words; empty while all is well. Time spent waiting for a lease, a slot or the disk does not count."""
+        now = time.monotonic()
+        launch = self._config.launch
+        if rank.phase in ("starting", "setup"):
+            late = now - self._started > launch.startup_timeout
+            return f"no first step within launch.startup_timeout = {launch.startup_timeout:g} s" if late else ""
+        if paused or rank.phase != "training":
+            self._waited_until = now
+        self._longest = max(self._longest, rank.longest_step)
+        limit = launch.step_timeout or max(AUTOMATIC_LEAST_SECS, AUTOMATIC_FACTOR * self._longest)
+        if rank.phase == "evaluation":
+            limit, self._waited_until = max(limit, launch.startup_timeout), 0.0
+        quiet = now - max(rank.last_news, self._waited_until)
+        return f"no finished step for {quiet:.0f} s (limit {limit:.0f} s) after step {rank.step}" if quiet > limit else ""

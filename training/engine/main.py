@@ -1,0 +1,96 @@
+"""What the launcher starts: one rank. Signals first, then the agent's socket, then torch and the user's code."""
+
+import contextlib
+import faulthandler
+import importlib.util
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perdure.training import files
+from perdure.training.engine import signals
+from perdure.training.engine.link import Link
+from perdure.training.errors import CheckpointDamaged, ConfigError, NonFinite, PerdureError
+from perdure.training.process import die_with_parent
+
+if TYPE_CHECKING:
+    from perdure.training.engine.session import Session
+
+_OOM_SCORE = 500
+"""Under memory pressure the kernel should take a rank, not the agent that holds its snapshot."""
+_DETAIL_CHARS = 4000
+
+
+def load_entry(file: Path, function: str) -> "Callable[[Session], None]":
+    """Import the user's file as a module of its own name, its folder importable as when run as a script."""
+    sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"run.entry names {file}, which is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    entry = getattr(module, function, None)
+    if not callable(entry):
+        raise ConfigError(f"run.entry: {file} defines no function {function!r}", "name a function that takes a Session")
+    return entry  # type: ignore[no-any-return]  # checked to be callable; its signature is the user's word
+
+
+def classify(error: BaseException) -> str:
+    """The failure class the restart decision goes by (facts/operations.md 4.1)."""
+    if isinstance(error, CheckpointDamaged):
+        return "corrupt"
+    if isinstance(error, NonFinite):
+        return "nan"
+    if isinstance(error, (ConfigError,)):
+        return "config"
+    if isinstance(error, MemoryError) or type(error).__name__ in ("OutOfMemoryError",):
+        return "oom"
+    if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)):
+        return "user"
+    if isinstance(error, (OSError, EOFError)):
+        return "infrastructure"
+    return "user"
+
+
+def train(link: Link) -> None:
+    from perdure.training.engine.session import Session
+
+    welcome = link.welcome
+    session = Session(link, total_steps=int(welcome["steps"]), params=dict(welcome["params"]))
+    entry = load_entry(Path(welcome["entry_file"]), str(welcome["entry_function"]))
+    signals.install()
+    entry(session)
+    session.close()
+
+
+def main() -> int:
+    signals.install()
+    die_with_parent(int(os.environ["PERDURE_AGENT_PID"]))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
+    files.set_role("rank")
+    link = Link(os.environ["PERDURE_AGENT_SOCKET"])
+    link.phase("setup")
+    try:
+        train(link)
+    except BaseException as error:  # the process entry: told to the agent, printed to the log
+        traceback.print_exc()
+        where = traceback.format_exception_only(error)[-1].strip()
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            where = "the entry function called sys.exit()"
+        if isinstance(error, PerdureError) and error.hint:
+            where += f" ({error.hint})"
+        link.say(failed=classify(error), detail=where[:_DETAIL_CHARS])
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Session: the one object a user's training code meets. It restores, hands out steps, and cuts checkpoints between them."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from perdure.training.config import RunConfig, load_config
+from perdure.training.engine import signals
+from perdure.training.engine.link import Link
+from perdure.training.engine.metrics import Metrics
+from perdure.training.engine.rng import preserving
+from perdure.training.engine.snapshot import Snapshots
+from perdure.training.engine.state import check_trackable
+from perdure.training.errors import ConfigError, TrainingFailed
+from perdure.training.run_dir import RunDir
+
+
+class Session:
+    """Perdure hands one to the entry function; `Session.by_hand("run.toml")` makes one that just trains, without saving."""
+
+    def __init__(self, link: Link | None, *, total_steps: int, params: dict[str, Any]) -> None:  # Any: TOML values
+        self.params = params
+        """The [params] table of run.toml."""
+        self.total_steps = total_steps
+        """Optimizer steps of the whole run."""
+        self.step = 0
+        """Optimizer steps made so far, by this and all earlier launches."""
+        self._link = link
+        self._tracked: dict[str, Any] = {}  # Any: whatever has state_dict and load_state_dict
+        self._begun = False
+        run = RunDir(Path(link.welcome["run_dir"])) if link else None
+        self._metrics = Metrics(run.metrics(int(link.welcome["token"])) if link and run else None)
+        self._snapshots = Snapshots(link, run, self._metrics) if link and run else None
+        self._schedule = (int(link.welcome["chunk"]), int(link.welcome["every"])) if link else (0, 0)
+
+    @classmethod
+    def by_hand(cls, run_toml: str | Path, *settings: str) -> "Session":
+        """For running a script without Perdure: same steps and params, nothing saved, nothing resumed."""
+        config: RunConfig = load_config(run_toml, settings)
+        return cls(None, total_steps=config.run.steps, params=dict(config.params))
+
+    # what a user calls
+
+    def track(self, **objects: Any) -> None:  # Any: whatever has state_dict and load_state_dict
+        """Register everything that has state. On resume it is loaded at the first step, by these names."""
+        if self._begun:
+            raise ConfigError("session.track was called after the first step", "track everything before session.steps()")
+        for name, thing in objects.items():
+            check_trackable(name, thing)
+            if name in self._tracked:
+                raise ConfigError(f"session.track({name}=...): the name is taken", "give it another name")
+            self._tracked[name] = thing
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to be made, each by its number from 0. A checkpoint is cut after the whole loop body."""
+        self.resume()
+        while self._may_go_on():
+            yield self.step
+            self.end_step()
+
+    def resume(self) -> int:
+        """Restore and return the step to go on from; `steps()` does it by itself. For loops that call `end_step`."""
+        if not self._begun:
+            self._begun = True
+            signals.install()  # again: a framework may have put its own handlers
+            if self._snapshots is not None:
+                self.step = self._snapshots.begin(self._tracked, self.total_steps)
+            if self._link:
+                self._link.phase("training")
+        return self.step
+
+    def end_step(self) -> bool:
+        """Mark the end of one optimizer step and everything that belongs to it. False: leave the loop."""
+        if not self._begun:
+            raise ConfigError("session.end_step() came before session.resume()", "call resume() once after track()")
+        self.step += 1
+        if self._snapshots is not None and self._link is not None:
+            self._snapshots.finished_step(self.step)
+            self._metrics.flush(force=False)
+            self._link.finished_step(self.step)
+            self._link.poll()
+            if self._save_due(self._link):
+                self._snapshots.cut(self.step)
+            if self.step < self.total_steps:
+                self._link.wait_for_lease(self.step)
+                self._save_before_stop(self._link)
+        return self._may_go_on()
+
+    def log(self, **values: Any) -> None:  # Any: numbers or 0-d tensors
+        """Record numbers of the current step: `loss`, `tokens`, and what you like. Tensors are not waited for."""
+        self._metrics.log(self.step + 1, values)
+        loss = values.get("loss")
+        if isinstance(loss, float) and not math.isfinite(loss):
+            self._metrics.flush()
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Whatever happens inside cannot change the trajectory: all random number generators are put back after it."""
+        if self._link:
+            self._link.phase("evaluation")
+        with preserving():
+            yield
+        if self._link:
+            self._link.phase("training")
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the loop ended early because somebody asked for it; the run goes on with the next launch."""
+        return self._link is not None and bool(self._link.stop_reason) and self.step < self.total_steps
+
+    # inside
+
+    def _may_go_on(self) -> bool:
+        if signals.received and self._link and not self._link.stop_reason:
+            self._link.stop_reason = "SIGTERM"
+            self._save_before_stop(self._link)
+        return self.step < self.total_steps and not self.stopped
+
+    def _save_due(self, link: Link) -> bool:
+        chunk, every = self._schedule
+        wanted = link.save_requested or bool(link.stop_reason) or signals.received
+        link.save_requested = False
+        return wanted or self.step % chunk == 0 or self.step % every == 0 or self.step >= self.total_steps
+
+    def _save_before_stop(self, link: Link) -> None:
+        if link.stop_reason and self._snapshots is not None and self._snapshots.last_step != self.step and self.step > 0:
+            self._snapshots.cut(self.step)
+
+    def close(self) -> None:
+        """Called by Perdure when the user's function has returned."""
+        self._metrics.flush()
+        if self._link is None:
+            return
+        if not self._begun:
+            raise TrainingFailed("the entry function returned without iterating session.steps()")
+        if self.step < self.total_steps and not self.stopped:
+            raise TrainingFailed(f"the entry function returned after step {self.step} of {self.total_steps}", "see `session.steps()`")
+        self._link.say(finished=self.step >= self.total_steps, stopped=self.stopped, step=self.step, phase="leaving")
+
+
+def is_managed() -> bool:
+    """Whether this process was started by Perdure."""
+    return "PERDURE_AGENT_SOCKET" in os.environ

@@ -1,0 +1,118 @@
+"""Cuts of the state: what is collected at a step boundary, staged into a slot and announced, and how it is loaded again."""
+
+from pathlib import Path
+from typing import Any
+
+from perdure.training.checkpoint.plain import unpack_plain
+from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
+from perdure.training.engine import environment, invariants
+from perdure.training.engine.leaves import Leaf, LoadedLeaf, plain_leaf
+from perdure.training.engine.link import Link
+from perdure.training.engine.metrics import Metrics
+from perdure.training.engine.restore import restore
+from perdure.training.engine.rng import load_rng, rng_leaves
+from perdure.training.engine.stage import Stager
+from perdure.training.engine.state import Tracked, collect, note_built
+from perdure.training.errors import NonFinite
+from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.slots import About
+
+SESSION = "perdure.session"
+"""Path of the session's own plain leaf: step, loss baseline, tokens."""
+
+
+class Snapshots:
+    """Everything between a live training process and its slots."""
+
+    def __init__(self, link: Link, run: RunDir, metrics: Metrics) -> None:
+        self._link, self._run, self._metrics = link, run, metrics
+        self._stager = Stager(link.slots)
+        self._tracked: Tracked = {}
+        self._prepared = False
+        self._watch: invariants.StepWatch | None = None
+        self._exact_reasons: list[str] = []
+        self._environment: dict[str, Any] = {}  # Any: plain JSON values
+        self._code: dict[str, Any] = {}
+        self.last_step = 0
+        """Newest step of which a checkpoint exists or is on its way."""
+
+    # resume
+
+    def begin(self, tracked: Tracked, total_steps: int) -> int:
+        """Load the checkpoint the agent names, if any, check it, and return the step to go on from."""
+        self._tracked = tracked
+        note_built(tracked)
+        self._environment = environment.environment()
+        self._code = environment.code_state(Path(self._link.welcome["config_dir"]))
+        name = CheckpointName.parse(str(self._link.welcome["resume"]))
+        step = self._load(name) if name else 0
+        self._watch = invariants.StepWatch(tracked)
+        self.last_step = step
+        return step
+
+    def _load(self, name: CheckpointName) -> int:
+        with open_checkpoint(self._run.checkpoint(name)) as reader:
+            self._note_exactness(reader)
+            read = _reading(reader)
+            replan = bool(self._link.welcome["replan"])
+            restore(self._tracked, read, replan=replan)
+            own = unpack_plain(read(SESSION).data)
+            self._metrics.load_state_dict(own["metrics"])
+            digests = {path: entry.digest for path, entry in reader.entries.items()}
+            invariants.check_after_load(self._tracked, name.step, digests, replan=replan)
+            tolerant = self._link.welcome["exact"] == "prefer" and bool(self._exact_reasons)
+            self._exact_reasons += load_rng(read, tolerant=tolerant)
+        return int(own["step"])
+
+    def _note_exactness(self, reader: CheckpointReader) -> None:
+        old = reader.manifest
+        found = environment.differences(old.environment, self._environment)
+        if self._link.welcome["exact"] == "require":
+            environment.require_same(old.environment, self._environment)
+        if self._link.welcome["replan"]:
+            found.append(f"settings re-planned at step {old.step}")
+        self._exact_reasons = [*old.exact_reasons, *found]
+        if found:
+            self._link.say(notice="resumed, but not bit for bit: " + "; ".join(found))
+
+    # steps
+
+    def finished_step(self, step: int) -> None:
+        """After every optimizer step; before the first save, size and touch the slots."""
+        assert self._watch is not None
+        self._watch.finished_step(step)
+        if not self._prepared:
+            self._prepared = True
+            self._stager.prepare(self._leaves(step))
+
+    def cut(self, step: int) -> None:
+        """Stage a snapshot of this very moment and hand it to the agent. The step waits for one memory copy."""
+        assert self._watch is not None
+        self._metrics.flush()
+        if not self._metrics.finite:
+            raise NonFinite(f"the loss is not finite at step {step}: nothing is saved, the newest checkpoint stays good")
+        self._watch.check_before_save(step)
+        slot = self._link.take_slot()
+        leaves = self._leaves(step)
+        self._stager.copy(slot, leaves, self._about(step))
+        self._link.submit(slot, step)
+        self.last_step = step
+
+    def _leaves(self, step: int) -> list[Leaf]:
+        own = plain_leaf(SESSION, {"step": step, "metrics": self._metrics.state_dict()})
+        return [*collect(self._tracked), *rng_leaves(), own]
+
+    def _about(self, step: int) -> About:
+        return About(
+            step=step, world={"size": 1}, data={**invariants.data_position(self._tracked), "tokens": self._metrics.tokens},
+            environment=self._environment, code=self._code, config=dict(self._link.welcome["trajectory"]), loss=dict(self._metrics.loss),
+            exact=not self._exact_reasons, exact_reasons=tuple(self._exact_reasons),
+        )  # fmt: skip
+
+
+def _reading(reader: CheckpointReader) -> Any:  # Any: engine.leaves.Read, a function of one path
+    def read(path: str) -> LoadedLeaf:
+        entry = reader.entries[path]
+        return LoadedLeaf(entry.kind, entry.dtype, tuple(entry.shape), reader.read(path))
+
+    return read
