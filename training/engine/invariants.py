@@ -1,0 +1,233 @@
+"""What must hold before a step is trained on loaded state, and before a state is saved: refused with the cause, never guessed.
+
+`StepWatch` knows, without asking a device, whether a session step was a whole optimizer step."""
+
+import gc
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import blake3
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from perdure.training.checkpoint.pack import BLOB_BYTES
+from perdure.training.engine.compare import listed
+from perdure.training.engine.state import Tracked, collect, kind_of, parameter_names
+from perdure.training.errors import CheckpointDamaged, ConfigError, NonFinite, PerdureError
+
+logger = logging.getLogger(__name__)
+
+_STRICT = ("module", "optimizer", "scheduler", "scaler")
+
+
+def check_after_load(tracked: Tracked, step: int, digests: Mapping[str, bytes | str], *, replan: bool = False) -> None:
+    """The loaded tensors, collected again, are bit for bit those of the manifest. Raises CheckpointDamaged naming the first."""
+    strict = {name for name, obj in tracked.items() if kind_of(obj) in _STRICT}
+    for leaf in collect(tracked):
+        owner = leaf.path.partition("/")[0]
+        if leaf.kind != "tensor" or owner not in strict or not isinstance(leaf.value, torch.Tensor):
+            continue
+        stored = digests.get(leaf.path)
+        if stored is None and replan:
+            continue
+        found = tensor_digest(leaf.value)
+        if stored is None or found != (bytes.fromhex(stored) if isinstance(stored, str) else bytes(stored)):
+            raise CheckpointDamaged(
+                f"step {step}: {leaf.path} differs from the checkpoint after loading: something changed it on the way",
+                part=leaf.path,
+            )
+
+
+def tensor_digest(tensor: torch.Tensor) -> bytes:
+    """The leaf digest of docs/format.md: BLAKE3 over the BLAKE3s of its blobs."""
+    data = tensor.detach().cpu().contiguous()
+    item = data.element_size()
+    raw = memoryview(data.reshape(-1).view(torch.uint8).numpy()) if data.numel() else memoryview(b"")
+    size = BLOB_BYTES // item * item
+    whole = blake3.blake3()
+    for start in range(0, len(raw), size):
+        whole.update(blake3.blake3(raw[start : start + size]).digest())
+    return whole.digest()
+
+
+def check_finite(tracked: Tracked, step: int) -> None:
+    """Raises NonFinite naming the parameters that hold NaN or infinity. One read of the weights, no copy of them."""
+    named = [
+        (f"{name}.{parameter_name}", parameter.detach())
+        for name, obj in tracked.items()
+        if isinstance(obj, torch.nn.Module)
+        for parameter_name, parameter in obj.named_parameters()
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.numel()
+    ]
+    if not named:
+        return
+    largest = torch._foreach_norm([tensor for _, tensor in named], float("inf"))
+    finite = torch.stack([value.float().to("cpu", non_blocking=False) for value in largest]).isfinite()
+    if not bool(finite.all()):
+        bad = [name for (name, _), good in zip(named, finite.tolist(), strict=True) if not good]
+        raise NonFinite(f"step {step}: {listed(bad)} hold NaN or infinity: nothing is saved, the newest checkpoint stays good")
+
+
+class StepWatch:
+    """Counts optimizer steps, tells skipped ones apart, and refuses to save between the micro batches of one step."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._tracked = tracked
+        self._optimizers = {name: obj for name, obj in tracked.items() if isinstance(obj, torch.optim.Optimizer)}
+        self._scalers = [obj for obj in tracked.values() if isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()]
+        self.made = dict.fromkeys(self._optimizers, 0)
+        """Optimizer steps since this process began, by tracked name."""
+        self.skipped = 0
+        """Session steps whose optimizer steps a GradScaler left out, since this process began."""
+        self._in_step = dict.fromkeys(self._optimizers, 0)
+        self._unused = dict.fromkeys(self._optimizers, False)
+        """Gradients were accumulated after the optimizer's last step."""
+        self._versions = self._scaler_versions()
+        self._looked = False
+        self._handles = [handle for name in self._optimizers for handle in self._hook(name)]
+
+    def _hook(self, name: str) -> Iterator[Any]:  # Any: removable handles of two kinds
+        optimizer = self._optimizers[name]
+
+        def stepped(*_: object) -> None:
+            self.made[name] += 1
+            self._in_step[name] += 1
+            self._unused[name] = False
+
+        def accumulated(_: torch.Tensor) -> None:
+            self._unused[name] = True
+
+        yield optimizer.register_step_post_hook(stepped)
+        for group in optimizer.param_groups:  # one parameter of each group tells of a backward pass
+            first = next((parameter for parameter in group["params"] if parameter.requires_grad and parameter.is_leaf), None)
+            if first is not None:
+                yield first.register_post_accumulate_grad_hook(accumulated)
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def finished_step(self, step: int) -> None:
+        """After each session step. Raises ConfigError where it ended inside a gradient accumulation window."""
+        if not self._looked:
+            self._looked = True
+            check_registered(self._tracked)
+        versions = self._scaler_versions()
+        updated, self._versions = versions != self._versions, versions
+        if self._optimizers and not any(self._in_step.values()):
+            if updated:  # the scaler found infinite gradients, left the step out and lowered its scale
+                self.skipped += 1
+                self._unused = dict.fromkeys(self._optimizers, False)
+            else:
+                self._check_whole(step)
+        self._in_step = dict.fromkeys(self._optimizers, 0)
+
+    def check_before_save(self, step: int) -> None:
+        """Raises ConfigError for gradients of an unfinished window, NonFinite for weights nobody should keep."""
+        self._check_whole(step)
+        check_finite(self._tracked, step)
+
+    def _check_whole(self, step: int) -> None:
+        for name, optimizer in self._optimizers.items():
+            if self._unused[name] and _has_gradients(optimizer):
+                raise ConfigError(
+                    f"session step {step} ended with gradients that optimizer {name!r} has not used: it is not a whole optimizer step",
+                    "one session step is one optimizer step: loop over the micro batches of gradient accumulation inside it",
+                )  # fmt: skip
+
+    def _scaler_versions(self) -> list[tuple[int, int]]:
+        """Changes with each GradScaler.update(), without reading the scale from its device."""
+        scales = [getattr(scaler, "_scale", None) for scaler in self._scalers]
+        return [(id(scale), scale._version) if isinstance(scale, torch.Tensor) else (0, 0) for scale in scales]
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    return any(gradient is not None and bool(gradient.count_nonzero()) for gradient in gradients)
+
+
+def check_registered(tracked: Tracked) -> None:
+    """Raises ConfigError for state that lives beside what is tracked and that nobody would save."""
+    problems = [*_unsaved_parameters(tracked)]
+    optimizers = [obj for obj in tracked.values() if isinstance(obj, torch.optim.Optimizer)]
+    known = {id(obj) for obj in tracked.values()} | {id(inner) for obj in tracked.values() for inner in _nested(obj)}
+    if any(id(obj) not in known and _is_stray(obj, optimizers) for obj in _alive()):
+        gc.collect()  # what was built and dropped may still lie around in a cycle
+        strays = [obj for obj in _alive() if id(obj) not in known and _is_stray(obj, optimizers)]
+        problems += [f"a {type(obj).__qualname__} is in use, but not tracked" for obj in strays]
+    if problems:
+        raise ConfigError("not everything would be saved: " + "; ".join(problems), "pass it to session.track(name=...)")
+    for copy in _untracked_copies(tracked):
+        logger.warning("a %s looks like a copy of a tracked module but is not tracked: it will not be saved", copy)
+
+
+def _alive() -> Iterator[Any]:  # Any: schedulers, scalers and optimizers of this process
+    kinds = (LRScheduler, torch.amp.GradScaler, torch.optim.Optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # isinstance touches deprecated attributes of foreign objects
+        yield from [obj for obj in gc.get_objects() if issubclass(type(obj), kinds)]
+
+
+def _is_stray(obj: Any, optimizers: Iterable[torch.optim.Optimizer]) -> bool:  # Any: as in _alive
+    if isinstance(obj, LRScheduler):
+        return any(getattr(obj, "optimizer", None) is optimizer for optimizer in optimizers)
+    if isinstance(obj, torch.amp.GradScaler):
+        return obj.is_enabled() and getattr(obj, "_scale", None) is not None
+    ours = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
+    return bool(obj.state) and any(id(parameter) in ours for group in obj.param_groups for parameter in group["params"])
+
+
+def _nested(obj: Any) -> Iterator[Any]:  # Any: schedulers inside schedulers
+    for inner in getattr(obj, "_schedulers", ()) if isinstance(obj, LRScheduler) or hasattr(obj, "_schedulers") else ():
+        yield inner
+        yield from _nested(inner)
+
+
+def _unsaved_parameters(tracked: Tracked) -> Iterator[str]:
+    names = parameter_names(tracked)
+    optimizers = [(name, obj) for name, obj in tracked.items() if isinstance(obj, torch.optim.Optimizer)]
+    if all(id(parameter) in names for _, obj in optimizers for group in obj.param_groups for parameter in group["params"]):
+        return
+    saved = {leaf.value.data_ptr() for leaf in collect(tracked) if isinstance(leaf.value, torch.Tensor)}
+    for name, obj in optimizers:
+        for number, group in enumerate(obj.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) not in names and parameter.numel() and parameter.data_ptr() not in saved:
+                    yield f"parameter {index} of group {number} of optimizer {name!r} belongs to nothing that is tracked"
+
+
+def _untracked_copies(tracked: Tracked) -> Iterator[str]:
+    modules = [obj for obj in tracked.values() if isinstance(obj, torch.nn.Module)]
+    known = {id(inner) for module in modules for inner in module.modules()}
+    ours = {id(parameter) for module in modules for parameter in module.parameters()}
+    shapes = [[tuple(parameter.shape) for parameter in module.parameters()] for module in modules]
+    for obj in gc.get_objects():
+        if issubclass(type(obj), torch.nn.Module) and id(obj) not in known:
+            parameters = list(obj.parameters())
+            own = [tuple(parameter.shape) for parameter in parameters]
+            if own and own in shapes and not any(id(parameter) in ours for parameter in parameters):
+                yield type(obj).__qualname__
+
+
+def data_position(tracked: Tracked) -> dict[str, Any]:  # Any: plain JSON values
+    """What the manifest says of the data: the position of every tracked object that has one."""
+    found = {}
+    for name, obj in tracked.items():
+        position = getattr(obj, "position", None)
+        if callable(position):
+            found[name] = position()
+    return found
+
+
+__all__ = [
+    "StepWatch",
+    "check_after_load",
+    "check_finite",
+    "check_registered",
+    "data_position",
+    "tensor_digest",
+    "PerdureError",
+]

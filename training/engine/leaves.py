@@ -1,0 +1,236 @@
+"""Nested state in, one plain value and a list of tensors out, and back. No pickle: what is not plain data is refused by path and type.
+
+Containers and scalars stay in the plain value; a tensor or array is replaced by a reference to a leaf of its own."""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from perdure.training.checkpoint.plain import pack_plain
+from perdure.training.errors import CheckpointDamaged, PerdureError
+
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes, complex})
+_MARKERS = {
+    "tensor-ref": "tensor", "array-ref": "_array_ref", "array": "_array", "numpy-scalar": "_numpy_scalar", "torch-size": "_torch_size",
+    "torch-dtype": "_torch_dtype", "torch-device": "_torch_device", "deque": "_deque", "counter": "_counter", "tuple": "_marked_tuple",
+}  # fmt: skip
+"""First item of a tuple that stands for something else -> the Decoder's method for it."""
+_MAX_DEPTH = 100
+_DTYPE_NAMES = {
+    value: name for name, value in vars(torch).items() if isinstance(value, torch.dtype) and str(value) == f"torch.{name}"
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+# Arrays of these become tensor leaves; any other kind without objects (strings, dates, records) travels inside the plain leaf.
+_ARRAY_DTYPES = frozenset(
+    np.dtype(name)
+    for name in ("bool", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "c16")
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One piece of the state as it is now; `value` is the live tensor, never a copy."""
+
+    path: str
+    kind: Literal["tensor", "plain"]
+    value: torch.Tensor | bytes
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedLeaf:
+    """One piece of the state as a checkpoint holds it: bytes in C order."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview | bytes
+
+    def tensor(self, path: str) -> torch.Tensor:
+        """A new CPU tensor of these bytes."""
+        dtype = _DTYPES.get(self.dtype)
+        if self.kind != "tensor" or dtype is None:
+            raise CheckpointDamaged(f"{path} is a {self.kind} leaf of type {self.dtype!r}, not a tensor", part=path)
+        result = torch.empty(self.shape, dtype=dtype)
+        if result.nbytes != memoryview(self.data).nbytes:
+            raise CheckpointDamaged(
+                f"{path} holds {memoryview(self.data).nbytes} bytes, its shape {self.shape} needs {result.nbytes}", part=path
+            )
+        if result.nbytes:
+            flat = result.reshape(-1).view(torch.uint8).numpy()
+            flat[:] = np.frombuffer(self.data, dtype=np.uint8)
+        return result
+
+
+Read = Callable[[str], LoadedLeaf]
+"""Gives the leaf at a path; raises KeyError where the checkpoint has none."""
+
+
+def escape(key: str) -> str:
+    """One key as a part of a leaf path."""
+    return key.replace("%", "%25").replace("/", "%2F") or "%"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`, as leaves and indexes spell it."""
+    return _DTYPE_NAMES[dtype]
+
+
+def plain_leaf(path: str, value: Any) -> Leaf:  # Any: plain values
+    data = pack_plain(value, path)
+    return Leaf(path, "plain", data, "plain", (len(data),))
+
+
+class Encoder:
+    """Collects the tensors met while turning state into plain values; paths are unique within one tracked object."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.leaves: list[Leaf] = []
+        self._used: set[str] = set()
+
+    def tensor(self, value: torch.Tensor, path: str) -> tuple[str, str]:
+        """Add a leaf; what comes back stands for it in the plain value."""
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta or hasattr(value, "_local_tensor"):
+            raise PerdureError(
+                f"{self.root}/{path} is a {type(value).__name__} ({value.layout}, on {value.device}): only dense tensors with data can be saved",
+                "convert it in state_dict(), or leave it out and build it again on resume",
+            )  # fmt: skip
+        unique, number = path, 1
+        while unique in self._used:  # keys 1 and "1" of one dict
+            number += 1
+            unique = f"{path}%{number}"
+        self._used.add(unique)
+        self.leaves.append(Leaf(f"{self.root}/{unique}", "tensor", value, _DTYPE_NAMES[value.dtype], tuple(value.shape)))
+        return ("tensor-ref", unique)
+
+    def encode(self, value: Any, path: str, depth: int = 0) -> Any:  # Any: user state in, plain values out
+        """`value` with tensors replaced by references, ready for `pack_plain`."""
+        kind = type(value)
+        if kind in _SCALARS:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value, path)
+        if depth > _MAX_DEPTH:
+            raise PerdureError(
+                f"{self.root}/{path} is nested deeper than {_MAX_DEPTH} levels: is there a cycle in state_dict()?"
+            )
+        if kind is dict or kind is OrderedDict:
+            return kind((key, self.encode(item, _join(path, self._key(key, path)), depth + 1)) for key, item in value.items())
+        if kind is list or kind is tuple:
+            items = [self.encode(item, _join(path, str(index)), depth + 1) for index, item in enumerate(value)]
+            return items if kind is list else _as_tuple(items)
+        return self._special(value, path, depth)
+
+    def _special(self, value: Any, path: str, depth: int) -> Any:  # Any: as in encode
+        kind = type(value)
+        if kind is np.ndarray and value.dtype.kind not in "OV":
+            return self._array(value, path)
+        if isinstance(value, np.generic) and value.dtype.kind not in "OV":
+            return ("numpy-scalar", value.dtype.str, value.tobytes())
+        if kind is set or kind is frozenset:
+            return kind(self.encode(item, path, depth + 1) for item in value)
+        if kind is deque:
+            return ("deque", self.encode(list(value), path, depth + 1), value.maxlen)
+        if kind is Counter:
+            return ("counter", self.encode(dict(value), path, depth + 1))
+        if kind is torch.Size:
+            return ("torch-size", list(value))
+        if kind is torch.dtype or kind is torch.device:
+            return (f"torch-{kind.__name__}", str(value).removeprefix("torch."))
+        raise PerdureError(
+            f"{self.root}/{path} is a {kind.__module__}.{kind.__qualname__}: only plain data can be saved (no pickle is ever read)",
+            "let state_dict() hand out tensors, arrays, numbers, strings, and lists, tuples or dicts of them",
+        )  # fmt: skip
+
+    def _array(self, value: np.ndarray[Any, Any], path: str) -> Any:  # Any: any dtype in, plain values out
+        if value.dtype not in _ARRAY_DTYPES:
+            return ("array", value.dtype.str, list(value.shape), value.tobytes())
+        dense = np.require(value, requirements=["C"])
+        if not dense.flags.writeable:  # torch would warn
+            dense = dense.copy()
+        return ("array-ref", self.tensor(torch.from_numpy(dense), path)[1])
+
+    def _key(self, key: Any, path: str) -> str:  # Any: the key of a user's dict
+        if type(key) is str:
+            return escape(key)
+        if type(key) in _SCALARS or (type(key) is tuple and all(type(item) in _SCALARS for item in key)):
+            return escape(str(key))
+        raise PerdureError(f"{self.root}/{path} has a key of type {type(key).__qualname__}: only plain keys can be saved")
+
+
+class Decoder:
+    """The way back, for one tracked object: references are read where they stand."""
+
+    def __init__(self, root: str, read: Read) -> None:
+        self.root = root
+        self._read = read
+
+    def tensor(self, relative: str) -> torch.Tensor:
+        path = f"{self.root}/{relative}"
+        try:
+            leaf = self._read(path)
+        except KeyError:
+            raise CheckpointDamaged(f"{path} is named in {self.root} but is not in the checkpoint", part=path) from None
+        return leaf.tensor(path)
+
+    def decode(self, value: Any) -> Any:  # Any: plain values in, user state out
+        kind = type(value)
+        if kind is tuple:
+            return self._tuple(value)
+        if kind is dict or kind is OrderedDict:
+            return kind((key, self.decode(item)) for key, item in value.items())
+        if kind in (list, set, frozenset):
+            return kind(self.decode(item) for item in value)
+        return value
+
+    def _tuple(self, value: tuple[Any, ...]) -> Any:  # Any: as in decode
+        if not value or not (type(value[0]) is str and value[0] in _MARKERS):
+            return tuple(self.decode(item) for item in value)
+        try:
+            return getattr(self, _MARKERS[value[0]])(*value[1:])
+        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            raise CheckpointDamaged(f"{self.root} holds a malformed {value[0]}: {error}", part=self.root) from None
+
+    def _array_ref(self, relative: str) -> np.ndarray[Any, Any]:
+        return self.tensor(relative).numpy()
+
+    def _array(self, dtype: str, shape: list[int], data: bytes) -> np.ndarray[Any, Any]:
+        return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()
+
+    def _numpy_scalar(self, dtype: str, data: bytes) -> Any:  # Any: a numpy scalar
+        return np.frombuffer(data, dtype=np.dtype(dtype))[0]
+
+    def _torch_size(self, sizes: list[int]) -> torch.Size:
+        return torch.Size(sizes)
+
+    def _torch_dtype(self, name: str) -> torch.dtype:
+        return _DTYPES[name]
+
+    def _torch_device(self, name: str) -> torch.device:
+        return torch.device(name)
+
+    def _deque(self, items: list[Any], maxlen: int | None) -> deque[Any]:
+        return deque(self.decode(items), maxlen)
+
+    def _counter(self, items: dict[Any, int]) -> Counter[Any]:
+        return Counter(self.decode(items))
+
+    def _marked_tuple(self, items: list[Any]) -> tuple[Any, ...]:
+        return tuple(self.decode(items))
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}/{key}" if path else key
+
+
+def _as_tuple(items: list[Any]) -> tuple[Any, ...]:
+    """A user's tuple that looks like one of our markers is wrapped, so that it comes back as it was."""
+    if items and type(items[0]) is str and items[0] in _MARKERS:
+        return ("tuple", items)
+    return tuple(items)
