@@ -1,7 +1,7 @@
 """The embedded default: one real Prefect server on loopback per home folder, shared by the runs beside it.
 
 Who uses it holds a shared flock on `users.lock` (the kernel lets go of it however its holder dies, and a child that got the
-descriptor keeps it); the supervisor holds `supervisor.lock` and stops the server when nobody uses it. No pid is ever trusted."""
+descriptor keeps it); the supervisor holds `supervisor.lock` and stops the server when nobody uses it. No pid is trusted."""
 
 import contextlib
 import fcntl
@@ -110,9 +110,12 @@ def client_environment(api_url: str, home: ServerHome | None = None) -> dict[str
     no_proxy = ",".join(dict.fromkeys([*here, HOST, "localhost"]))
     chosen = {"PREFECT_API_URL": api_url, "NO_PROXY": no_proxy, "no_proxy": no_proxy, "DO_NOT_TRACK": "1"}
     defaults = {
-        "PREFECT_CLIENT_MAX_RETRIES": "9", "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500", "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
-    }  # fmt: skip
+        "PREFECT_CLIENT_MAX_RETRIES": "9",
+        "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    }
     if home is not None:
         chosen |= {"PREFECT_HOME": str(home.root), "PREFECT_SERVER_EPHEMERAL_ENABLED": "false"}
     return chosen | {key: value for key, value in defaults.items() if key not in os.environ}

@@ -1,4 +1,4 @@
-"""Holds the local Prefect server while somebody uses it: starts it again when it dies, ends it (and itself) when nobody is left.
+"""Holds the local Prefect server while somebody uses it: starts it again when it dies, ends it and itself when nobody is left.
 
 The server dies with its supervisor (PDEATHSIG), so no death of anything leaves a process behind. Started by server.py only."""
 
@@ -37,7 +37,7 @@ class Supervisor:
         self.started = time.monotonic()
         parent = os.getpid()
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(self.port)]
-        self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(parent))  # noqa: PLW1509 - one thread
+        self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(parent))
         record = ServerRecord(port=self.port, server=identify(self.server.pid))
         files.publish(self.home.record, msgspec.json.encode(record))
 
