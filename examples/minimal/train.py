@@ -7,13 +7,13 @@ from perdure.training import Session
 from perdure.training.engine.data import ResumableLoader
 
 
-class Squares(torch.utils.data.Dataset):
+class Squares(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Item i is a pure function of i."""
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 512
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.sin(torch.arange(16) * (index + 1.0))
         return x, x[:4] * x[4:8]
 
