@@ -1,4 +1,4 @@
-"""`perdure run run.toml`: train to the last step, whatever happens. Parent of one flow process, which it replaces when it dies."""
+"""`perdure run run.toml`: train to the last step, whatever happens. Parent of one flow process, replaced when it dies."""
 
 import argparse
 import contextlib
@@ -29,8 +29,12 @@ _Outcome = dict[str, Any]  # Any: JSON values
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="RUN.TOML", help="describes the run; see docs/configuration.md")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting, e.g. run.steps=1000")
-    parser.add_argument("--replan", action="store_true", help="accept changed settings that decide the weights, and record them")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting, e.g. run.steps=1000"
+    )
+    parser.add_argument(
+        "--replan", action="store_true", help="accept changed settings that decide the weights, and record them"
+    )
     parser.add_argument("--keep-server", action="store_true", help="leave the local Prefect server running at the end")
 
 
@@ -68,7 +72,9 @@ class _Parent:
     def __init__(self, args: argparse.Namespace, config: RunConfig, lock: RunLock, local: server.LocalServer | None) -> None:
         self.args, self.config, self.lock, self.local = args, config, lock, local
         self.run = RunDir(config.run_dir)
-        self.watcher = watch.Watcher(self.run, config, local.ui_url if local else server.api_url_from_environment(), quiet=args.json)
+        self.watcher = watch.Watcher(
+            self.run, config, local.ui_url if local else server.api_url_from_environment(), quiet=args.json
+        )
         self.since = max(lineage.read_launches(self.run), default=0) + 1
         self.signalled = 0
         self.deaths = 0
@@ -111,7 +117,9 @@ class _Parent:
         lost = [Attempt(error_class="infrastructure", progress=False)] * self.deaths
         decision = decide([*attempts_of(self.run, self.since), *lost])
         detail = message or f"flow process ended with status {status}"
-        events.record(self.run, "failed", error_class="infrastructure", step=self._newest_step(), detail=detail, next=decision.reason)
+        events.record(
+            self.run, "failed", error_class="infrastructure", step=self._newest_step(), detail=detail, next=decision.reason
+        )
         if not decision.restart:
             hint = f"see {self.run.root}/logs/flow.log"
             return {"exit_code": TrainingFailed.exit_code, "message": f"{detail}; {decision.reason}", "hint": hint}
@@ -125,16 +133,22 @@ class _Parent:
         command = [sys.executable, "-m", "perdure.flows.main", "--config", str(self.config.path), "--since", str(self.since)]
         command += [part for text in self.args.set for part in ("--set", text)] + ["--replan"] * self.args.replan
         command += ["--parent", str(os.getpid())]
-        url, home, held = server.api_url_from_environment(), None, (self.lock.fd,)
+        url, home = server.api_url_from_environment(), None
+        held: tuple[int, ...] = (self.lock.fd,)
         if self.local is not None:
             url, home, held = self.local.url, self.local.home, (self.lock.fd, self.local.fd)
         environment = {**os.environ, **server.client_environment(url, home), LOCK_FD_VARIABLE: str(self.lock.fd)}
         files.make_dirs(self.run.flow_log.parent)
         with files.open_private(self.run.flow_log) as log:
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=environment, pass_fds=held,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                pass_fds=held,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def _follow(self, flow: subprocess.Popen[bytes]) -> _Outcome | None:
         """Show what happens until the flow process has ended; pass a stop on to it, once, and kill it after its grace."""
@@ -169,5 +183,7 @@ def _report(args: argparse.Namespace, run_dir: RunDir, outcome: _Outcome) -> int
         print(json.dumps({"run_dir": str(run_dir.root), **result}))
     else:
         verb = "was already finished" if result.get("already") else "is finished"
-        print(f"Run {run_dir.root} {verb}: step {result['step']}, state digest {result['state_digest'][:16]}..., {result['checkpoint']}.")
+        print(
+            f"Run {run_dir.root} {verb}: step {result['step']}, state digest {result['state_digest'][:16]}..., {result['checkpoint']}."
+        )
     return 0

@@ -11,7 +11,7 @@ from perdure.training.events import Event
 from perdure.training.run_dir import RunDir
 
 _LINES = {
-    "run_created": "created run {run}",
+    "run_created": "created run {id}",
     "launch_started": "launch {token} started at step {step}",
     "recovered": "launch {token} goes on from step {step}",
     "checkpoint_committed": "committed checkpoint {name}: {mb:.1f} MB of {raw_mb:.1f} MB raw, {seconds:.2f} s",
@@ -68,9 +68,14 @@ class Watcher:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn(),
-            TimeRemainingColumn(), console=Console(file=self._file),
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(file=self._file),
+        )
         self._task = self._bar.add_task(config.run.name, total=self._total, rate="")
         self._first: tuple[float, int] | None = None
         self._bar.start()

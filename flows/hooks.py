@@ -4,10 +4,9 @@ from datetime import timedelta
 from typing import Any
 
 from prefect import Flow
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.logging.loggers import flow_run_logger
-from prefect.states import State
 
 from perdure.flows.restart import Attempt, attempts_of, decide
 from perdure.tasks.notify import deliver
@@ -31,21 +30,25 @@ def on_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> No
 
 def on_crashed(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """The flow process died: the agent saves and leaves by itself; a new flow run goes on, if the decision says so."""
-    config, run = _open(flow_run)
+    _, run = _open(flow_run)
     deaths = int(flow_run.parameters.get("deaths") or 0) + 1
     since = flow_run.parameters.get("since")
     first = int(since) if since is not None else _first_launch_of(run, flow_run)
     lost = [Attempt(error_class="infrastructure", progress=False)] * deaths
     decision = decide([*attempts_of(run, first), *lost])
-    deployed = flow_run.deployment_id is not None
-    following = decision.reason if deployed else "run the same command again to go on"
-    events.record(run, "failed", error_class="infrastructure", detail=(state.message or "flow process died")[:1000], next=following)
-    if decision.restart and deployed:
+    following = decision.reason if flow_run.deployment_id else "run the same command again to go on"
+    events.record(
+        run, "failed", error_class="infrastructure", detail=(state.message or "flow process died")[:1000], next=following
+    )
+    if decision.restart and flow_run.deployment_id:
         run_deployment(
-            flow_run.deployment_id, timeout=0, as_subflow=False, idempotency_key=f"{flow_run.id}:restart",
+            flow_run.deployment_id,
+            timeout=0,
+            as_subflow=False,
+            idempotency_key=f"{flow_run.id}:restart",
             parameters={**flow_run.parameters, "since": first, "deaths": 0 if _made_progress(run, first) else deaths},
             scheduled_time=_soon(decision.delay),
-        )  # fmt: skip
+        )
     _tell(flow, flow_run)
 
 

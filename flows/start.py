@@ -54,7 +54,7 @@ def _adopt_or_create(config: RunConfig, run: RunDir, store: ObjectStore | None) 
             if run.run_json.exists():
                 return
     info = create_run_info(run, config)
-    events.record(run, "run_created", run=info.id, name=info.name, steps=info.steps, chunk=info.chunk)
+    events.record(run, "run_created", id=info.id, name=info.name, steps=info.steps, chunk=info.chunk)
     if store is not None:
         try:
             claim_run(run, store)
@@ -93,6 +93,11 @@ def _check_settings(config: RunConfig, run: RunDir, resume: CheckpointName, repl
 def next_token(config: RunConfig, store: ObjectStore | None, start: Start) -> LaunchRecord:
     """Take the next launch token, here and in the store."""
     return take_token(
-        RunDir(config.run_dir), store, run_id=start.run_id, resumed_from=str(start.resume) if start.resume else None,
-        created=time.time(), host=socket.gethostname(), pid=os.getpid(),
-    )  # fmt: skip
+        RunDir(config.run_dir),
+        store,
+        run_id=start.run_id,
+        resumed_from=str(start.resume) if start.resume else None,
+        created=time.time(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )

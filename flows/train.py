@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
-from prefect.states import Cancelled, State
+from prefect.states import Cancelled
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from perdure.flows import hooks
@@ -62,8 +63,14 @@ class _Drive:
         """One launch, from `start` to its end, however it ends."""
         record = next_token(self.config, self.store, start)
         trainer = Trainer.start(
-            self.config, self.overrides, self.lock, run_id=start.run_id, token=record.token, resume=start.resume, replan=self.replan
-        )  # fmt: skip
+            self.config,
+            self.overrides,
+            self.lock,
+            run_id=start.run_id,
+            token=record.token,
+            resume=start.resume,
+            replan=self.replan,
+        )
         kind = "recovered" if start.step and record.token > self.since else "launch_started"
         events.record(self.run, kind, token=record.token, step=start.step, resumed_from=record.resumed_from)
         self.log.info("Launch %d started from step %d.", record.token, start.step)
@@ -99,7 +106,11 @@ class _Drive:
         """Submit what is missing: a proof for each committed checkpoint, then its copy in the store."""
         for name in lineage.lineage(self.run):
             proof = self._job("verify", str(name)) if facts.read_fact(self.run, name, "local") is None else None
-            if self.store is not None and facts.read_fact(self.run, name, "store") is None and facts.trust(self.run, name) != "quarantined":
+            if (
+                self.store is not None
+                and facts.read_fact(self.run, name, "store") is None
+                and facts.trust(self.run, name) != "quarantined"
+            ):
                 self._job("push", str(name), after=proof)
 
     def _job(self, kind: str, name: str, after: PrefectFuture[Any] | None = None) -> PrefectFuture[Any]:
@@ -109,7 +120,7 @@ class _Drive:
         if kind == "verify":
             future = verify.submit(str(self.run.root), name)
         else:
-            future = push.submit(self.config, name, lambda: self.hurry, wait_for=[after] if after else None)
+            future = push.submit(self.config, name, lambda: self.hurry, wait_for=[after] if after else [], return_state=False)
         self.jobs[kind, name] = future
         return future
 
@@ -134,10 +145,19 @@ class _Drive:
         decision = decide(attempts_of(self.run, self.since))
         good = catalog.newest_with(self.run, ("verified", "replicated", "written"))
         events.record(
-            self.run, "failed", token=end.token, error_class=end.error_class, step=end.step, last_good=good.step if good else 0,
-            detail=end.detail[:2000], next=decision.reason, log_tail=end.log_tail[-3000:],
-        )  # fmt: skip
-        self.log.warning("Launch %d failed at step %d (%s): %s; %s.", end.token, end.step, end.error_class, end.detail, decision.reason)
+            self.run,
+            "failed",
+            token=end.token,
+            error_class=end.error_class,
+            step=end.step,
+            last_good=good.step if good else 0,
+            detail=end.detail[:2000],
+            next=decision.reason,
+            log_tail=end.log_tail[-3000:],
+        )
+        self.log.warning(
+            "Launch %d failed at step %d (%s): %s; %s.", end.token, end.step, end.error_class, end.detail, decision.reason
+        )
         self.tell()
         if not decision.restart:
             self.settle(time.monotonic() + AFTER_TRAINING_SECS)
@@ -173,7 +193,9 @@ class _Drive:
             if self.store is None or facts.trust(self.run, last) == "replicated":
                 break
         manifest = catalog.manifest_of(self.run, last)
-        if not any(event.kind == "completed" and event.data.get("digest") == manifest.state_digest for event in events.read(self.run)):
+        if not any(
+            event.kind == "completed" and event.data.get("digest") == manifest.state_digest for event in events.read(self.run)
+        ):
             events.record(self.run, "completed", step=last.step, digest=manifest.state_digest, name=str(last))
         self.tell()
         self.settle(time.monotonic() + 10.0)
@@ -194,9 +216,14 @@ def _name() -> str:
 
 
 @flow(
-    name="train", flow_run_name=_name, retries=0, task_runner=ThreadPoolTaskRunner(max_workers=3),
-    on_failure=[hooks.on_failure], on_crashed=[hooks.on_crashed], on_cancellation=[hooks.on_cancellation],
-)  # fmt: skip
+    name="train",
+    flow_run_name=_name,
+    retries=0,
+    task_runner=ThreadPoolTaskRunner(max_workers=3),
+    on_failure=[hooks.on_failure],
+    on_crashed=[hooks.on_crashed],
+    on_cancellation=[hooks.on_cancellation],
+)
 def train(
     config: str, overrides: list[str] | None = None, replan: bool = False, since: int | None = None, deaths: int = 0
 ) -> dict[str, Any] | State[Any]:  # Any: JSON values

@@ -21,7 +21,9 @@ def store_of(config: RunConfig) -> ObjectStore | None:
     store = config.store
     if not config.store_url:
         return None
-    settings = StoreSettings(endpoint_url=store.endpoint_url, region=store.region, checksums=store.checksums, part_mib=store.part_mib)
+    settings = StoreSettings(
+        endpoint_url=store.endpoint_url, region=store.region, checksums=store.checksums, part_mib=store.part_mib
+    )
     return open_store(config.store_url, settings)
 
 

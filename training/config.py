@@ -159,21 +159,37 @@ def _absolute_store(url: str, base: Path, where: str) -> str:
 def _check(document: _Document, where: str) -> None:
     run, checkpoint, store, launch = document.run, document.checkpoint, document.store, document.launch
     rules: list[tuple[bool, str, str]] = [
-        (bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run.name)), f"run.name = {run.name!r} is not a plain name", "use letters, digits, dot, dash"),
+        (
+            bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run.name)),
+            f"run.name = {run.name!r} is not a plain name",
+            "use letters, digits, dot, dash",
+        ),
         (run.steps >= 1, f"run.steps = {run.steps} is less than 1", "say how many optimizer steps to train"),
         (run.steps < 10**12, f"run.steps = {run.steps} is too large", "use fewer than 10^12"),
         (run.chunk >= 1, f"run.chunk = {run.chunk} is less than 1", "say how many steps one chunk has"),
         (checkpoint.every >= 0, f"checkpoint.every = {checkpoint.every} is negative", "use 0 for chunk ends only"),
-        (checkpoint.every <= run.chunk, f"checkpoint.every = {checkpoint.every} is larger than run.chunk = {run.chunk}", "a chunk always ends with a checkpoint: lower checkpoint.every or raise run.chunk"),
+        (
+            checkpoint.every <= run.chunk,
+            f"checkpoint.every = {checkpoint.every} is larger than run.chunk = {run.chunk}",
+            "a chunk always ends with a checkpoint: lower checkpoint.every or raise run.chunk",
+        ),
         (1 <= checkpoint.level <= 19, f"checkpoint.level = {checkpoint.level} is not a zstd level", "use 1 to 19"),
         (1 <= checkpoint.threads <= 256, f"checkpoint.threads = {checkpoint.threads} is out of range", "use 1 to 256"),
         (5 <= store.part_mib <= 5120, f"store.part_mib = {store.part_mib} is out of range", "S3 parts have 5 to 5120 MiB"),
         (launch.processes >= 1, f"launch.processes = {launch.processes} is less than 1", "use 1"),
         (launch.processes <= 1, f"launch.processes = {launch.processes}: this version trains with one process", "use 1"),
-        (launch.stop_grace >= 1, f"launch.stop_grace = {launch.stop_grace} is less than a second", "give the trainer time to save"),
+        (
+            launch.stop_grace >= 1,
+            f"launch.stop_grace = {launch.stop_grace} is less than a second",
+            "give the trainer time to save",
+        ),
         (launch.startup_timeout >= 1, f"launch.startup_timeout = {launch.startup_timeout} is less than a second", "use 600"),
         (launch.step_timeout >= 0, f"launch.step_timeout = {launch.step_timeout} is negative", "use 0 for automatic"),
-        (bool(re.fullmatch(r"https?://\S+", document.notify.slack_api)), f"notify.slack_api = {document.notify.slack_api!r} is not a URL", "leave it out"),
+        (
+            bool(re.fullmatch(r"https?://\S+", document.notify.slack_api)),
+            f"notify.slack_api = {document.notify.slack_api!r} is not a URL",
+            "leave it out",
+        ),
     ]
     for good, problem, fix in rules:
         if not good:
@@ -209,14 +225,19 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     base = path.resolve().parent
     file, _, function = checked.run.entry.rpartition(":")
     if not file or not function.isidentifier():
-        raise ConfigError(f"{path}: run.entry = {checked.run.entry!r} is not file.py:function", "write for example train.py:train")
+        raise ConfigError(
+            f"{path}: run.entry = {checked.run.entry!r} is not file.py:function", "write for example train.py:train"
+        )
     entry_file = Path(base, file).resolve()
     if not entry_file.is_file():
         raise ConfigError(f"{path}: run.entry names {entry_file}, which does not exist", "the file is relative to run.toml")
     return RunConfig(
         **{name: getattr(checked, name) for name in _Document.__struct_fields__},
-        path=path, run_dir=Path(base, checked.run.dir or f"runs/{checked.run.name}").resolve(),
-        entry_file=entry_file, entry_function=function, store_url=_absolute_store(checked.store.url, base, str(path)),
+        path=path,
+        run_dir=Path(base, checked.run.dir or f"runs/{checked.run.name}").resolve(),
+        entry_file=entry_file,
+        entry_function=function,
+        store_url=_absolute_store(checked.store.url, base, str(path)),
     )
 
 

@@ -63,7 +63,13 @@ class RunDir:
 
     @property
     def slack_json(self) -> Path:
+        """What Slack has been told."""
         return self.root / "slack.json"
+
+    @property
+    def slack_lock(self) -> Path:
+        """flock of whoever tells Slack."""
+        return self.root / "slack.lock"
 
     @property
     def stop_request(self) -> Path:

@@ -1,4 +1,4 @@
-"""Nothing is left behind: orphans of the ranks (data loader workers, helpers of user code) become the agent's and end with it."""
+"""Nothing is left behind: orphans of the ranks (data loader workers, say) become the agent's and end with it."""
 
 import contextlib
 import ctypes

@@ -30,8 +30,16 @@ class Trainer:
 
     @classmethod
     def start(
-        cls, config: RunConfig, overrides: Sequence[str], lock: RunLock, *, run_id: str, token: int, resume: CheckpointName | None, replan: bool
-    ) -> "Trainer":  # fmt: skip
+        cls,
+        config: RunConfig,
+        overrides: Sequence[str],
+        lock: RunLock,
+        *,
+        run_id: str,
+        token: int,
+        resume: CheckpointName | None,
+        replan: bool,
+    ) -> "Trainer":
         """Launch an agent once every earlier one on this host is gone. It inherits the run's lock."""
         run = RunDir(config.run_dir)
         end_agent(run, grace=config.launch.stop_grace + END_MARGIN_SECS)
@@ -42,8 +50,14 @@ class Trainer:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_SECRET_PREFIXES) and k != LOCK_FD_VARIABLE}
         with files.open_private(run.logs(token) / "agent.log") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=(lock.fd,), env=environment
-            )  # fmt: skip
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=(lock.fd,),
+                env=environment,
+            )
         return cls(config, token, process)
 
     def _order(self, **order: object) -> None:
@@ -109,6 +123,11 @@ class Trainer:
         if found is not None:
             return found
         return LaunchEnd(
-            token=self.token, reason="failed", error_class="infrastructure", step=0,
-            detail=f"agent ended with status {self.process.poll()}", log_tail="", ended=time.time(),
-        )  # fmt: skip
+            token=self.token,
+            reason="failed",
+            error_class="infrastructure",
+            step=0,
+            detail=f"agent ended with status {self.process.poll()}",
+            log_tail="",
+            ended=time.time(),
+        )

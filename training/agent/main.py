@@ -6,7 +6,9 @@ import json
 import os
 import select
 import signal
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -16,14 +18,14 @@ from perdure.training.agent import descendants
 from perdure.training.agent.rank import Rank
 from perdure.training.agent.savers import Savers
 from perdure.training.agent.watch import Deadlines
-from perdure.training.wire import Message
 from perdure.training.checkpoint.lineage import LaunchEnd, write_end
 from perdure.training.config import RunConfig, load_config
 from perdure.training.process import identify
 from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.wire import Message
 
 TICK_SECS = 0.1
-PROGRESS_SECS = 1.0
+PROGRESS_SECS = 0.25
 SLOTS = 2
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 8000
@@ -36,7 +38,7 @@ class Agent:
         files.make_dirs(self.log_dir)
         files.make_dirs(self.run.metrics(token).parent)
         self.slots = [slots.create_slot(f"{token}-{number}") for number in range(SLOTS)]
-        self.saver_log = open(self.log_dir / "saver.log", "ab")  # noqa: SIM115 - lives as long as the agent
+        self.saver_log = open(self.log_dir / "saver.log", "ab")
         self.savers = Savers(self.run, config, run_id, token, self.slots, self.saver_log)
         self.rank = Rank(self.run, config, token, resume, replan, self.slots)
         self.watch = Deadlines(config)
@@ -91,7 +93,10 @@ class Agent:
 
     def turn(self) -> None:
         """Wait for something to happen, at most a tick, and react."""
-        watched = {self.rank.listener_or_wire: self.on_rank, self.savers.wire.socket: self.savers.on_messages}
+        watched: dict[socket.socket | int, Callable[[], None]] = {
+            self.rank.listener_or_wire: self.on_rank,
+            self.savers.wire.socket: self.savers.on_messages,
+        }
         if self.lifeline:
             watched[0] = self.on_lifeline
         ready, _, _ = select.select(list(watched), [], [], TICK_SECS)
@@ -113,9 +118,14 @@ class Agent:
             return
         self._published, self._state, self._counter = now, state, self._counter + 1
         progress = {
-            "counter": self._counter, "time": time.time(), "token": self.token, "state": state, "step": self.rank.step,
-            "committed_step": self.savers.committed_step, "lease": self.rank.leased,
-        }  # fmt: skip
+            "counter": self._counter,
+            "time": time.time(),
+            "token": self.token,
+            "state": state,
+            "step": self.rank.step,
+            "committed_step": self.savers.committed_step,
+            "lease": self.rank.leased,
+        }
         try:
             files.publish(self.run.progress_json, json.dumps(progress).encode())
         except OSError:
@@ -144,16 +154,21 @@ class Agent:
         whole = status == 0 and not self.savers.busy
         if self.rank.finished and whole:
             reason, error_class, detail = "complete", "", ""
-        elif (self.rank.stopped and whole) or (self.stop_reason and not error_class and status <= 0):
+        elif (self.rank.stopped and whole) or (self.stop_reason and not error_class and self.rank.killed):
             reason, detail = "stopped", self.stop_reason or "the rank was asked to stop"
         else:
             reason = "failed"
             error_class = error_class or ("infrastructure" if status < 0 else "user")
             detail = detail or _describe_status(status)
         return LaunchEnd(
-            token=self.token, reason=reason, error_class=error_class, step=self.rank.step, detail=detail,
-            log_tail=_tail(self.rank.log_path), ended=time.time(),
-        )  # fmt: skip
+            token=self.token,
+            reason=reason,
+            error_class=error_class,
+            step=self.rank.step,
+            detail=detail,
+            log_tail=_tail(self.rank.log_path),
+            ended=time.time(),
+        )
 
     def end(self) -> None:
         self.rank.kill()

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from perdure.training import files
-from perdure.training.wire import Message, Wire
 from perdure.training.config import RunConfig
 from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.wire import Message, Wire
 
 STACK_DUMP_SECS = 2.0
 SOCKET_VARIABLE = "PERDURE_AGENT_SOCKET"
@@ -26,11 +26,20 @@ class Rank:
     ) -> None:
         self._slots = tuple(slots)
         self._welcome = {
-            "run_dir": str(run.root), "token": token, "resume": str(resume) if resume else "", "replan": replan,
-            "steps": config.run.steps, "chunk": config.run.chunk, "every": config.save_every, "exact": config.run.exact,
-            "params": config.params, "trajectory": config.trajectory(), "entry_file": str(config.entry_file),
-            "entry_function": config.entry_function, "config_dir": str(config.path.resolve().parent),
-        }  # fmt: skip
+            "run_dir": str(run.root),
+            "token": token,
+            "resume": str(resume) if resume else "",
+            "replan": replan,
+            "steps": config.run.steps,
+            "chunk": config.run.chunk,
+            "every": config.save_every,
+            "exact": config.run.exact,
+            "params": config.params,
+            "trajectory": config.trajectory(),
+            "entry_file": str(config.entry_file),
+            "entry_function": config.entry_function,
+            "config_dir": str(config.path.resolve().parent),
+        }
         self._folder = tempfile.TemporaryDirectory(prefix="perdure-")  # 0700, and short: a socket path has 107 bytes
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"{self._folder.name}/agent")
@@ -46,19 +55,28 @@ class Rank:
         self.stopped = False
         self.failure: tuple[str, str] = ("", "")
         self.status = 0
+        self.killed = False
+        """By us, not by somebody else."""
         self.log_path: Path = run.logs(token) / "rank-00000.log"
         self._process = self._spawn(config)
 
     def _spawn(self, config: RunConfig) -> subprocess.Popen[bytes]:
         environment = {
-            **os.environ, **config.launch.env, SOCKET_VARIABLE: f"{self._folder.name}/agent", PARENT_VARIABLE: str(os.getpid()),
+            **os.environ,
+            **config.launch.env,
+            SOCKET_VARIABLE: f"{self._folder.name}/agent",
+            PARENT_VARIABLE: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
-        }  # fmt: skip
+        }
         with files.open_private(self.log_path) as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "perdure.training.engine.main"], env=environment, cwd=config.path.resolve().parent,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+                [sys.executable, "-m", "perdure.training.engine.main"],
+                env=environment,
+                cwd=config.path.resolve().parent,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
 
     @property
     def listener_or_wire(self) -> socket.socket:
@@ -114,6 +132,7 @@ class Rank:
 
     def kill(self) -> None:
         if self._process.poll() is None:
+            self.killed = True
             self._process.kill()
             self._process.wait()
         self.status = self._process.returncode

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 from perdure.training import files
-from perdure.training.wire import Message, Wire
 from perdure.training.checkpoint.writer import write_checkpoint
 from perdure.training.errors import PerdureError
 from perdure.training.process import die_with_parent
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.slots import Snapshot
+from perdure.training.wire import Message, Wire
 
 NICENESS = 10
 """Training comes first on a busy machine."""
@@ -37,9 +37,13 @@ def save(run: RunDir, request: Message, fd: int, run_id: str, level: int, thread
         snapshot.close()
         os.close(fd)
     return {
-        "committed": str(name), "step": name.step, "raw_bytes": manifest.raw_bytes, "stored_bytes": manifest.stored_bytes,
-        "state_digest": manifest.state_digest, "seconds": round(time.monotonic() - started, 3),
-    }  # fmt: skip
+        "committed": str(name),
+        "step": name.step,
+        "raw_bytes": manifest.raw_bytes,
+        "stored_bytes": manifest.stored_bytes,
+        "state_digest": manifest.state_digest,
+        "seconds": round(time.monotonic() - started, 3),
+    }
 
 
 def main() -> None:

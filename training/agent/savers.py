@@ -1,4 +1,4 @@
-"""Keeps one saver process alive and feeds it the slots that wait to be written, oldest first; a full disk pauses, never drops."""
+"""Keeps one saver process alive and feeds it the full slots, oldest first; a full disk pauses, never drops."""
 
 import errno
 import os
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from perdure.training import events
-from perdure.training.wire import Message, Wire
 from perdure.training.config import RunConfig
 from perdure.training.run_dir import RunDir
+from perdure.training.wire import Message, Wire
 
 MAX_ATTEMPTS = 3
 RETRY_SECS = 1.0
@@ -47,8 +47,12 @@ class Savers:
         command = [sys.executable, "-m", "perdure.training.agent.saver", str(self._run.root), self._run_id]
         numbers = [theirs.fileno(), os.getpid(), self._config.checkpoint.level, self._config.checkpoint.threads]
         self.process = subprocess.Popen(
-            command + [str(number) for number in numbers], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
-        )  # fmt: skip
+            command + [str(number) for number in numbers],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+        )
         theirs.close()
         self.wire = Wire(ours)
 
@@ -111,7 +115,9 @@ class Savers:
                 self._say_disk_full(head.step, path)
             return
         head.not_before = time.monotonic() + RETRY_SECS
-        events.record(self._run, "save_failed", token=self._token, step=head.step, error=problem, path=path, attempt=head.attempts)
+        events.record(
+            self._run, "save_failed", token=self._token, step=head.step, error=problem, path=path, attempt=head.attempts
+        )
         if head.attempts >= MAX_ATTEMPTS:
             self._queue.pop(0)
             self._freed.append(head.slot)
@@ -123,9 +129,15 @@ class Savers:
         free, inodes = usage.f_bavail * usage.f_frsize, usage.f_favail
         text = f"disk full: {path or self._run.root} has {free} bytes and {inodes} inodes free; the checkpoint of step {step} waits"
         events.record(
-            self._run, "disk_full", token=self._token, step=step, path=path, free_bytes=free, free_inodes=inodes,
+            self._run,
+            "disk_full",
+            token=self._token,
+            step=step,
+            path=path,
+            free_bytes=free,
+            free_inodes=inodes,
             text=f"{text} in memory, training pauses when both slots are full, and goes on by itself when there is room",
-        )  # fmt: skip
+        )
 
     def end(self) -> None:
         self.process.kill()

@@ -1,6 +1,6 @@
 """Checkpoint format 1: the manifest. Canonical JSON with its own digest, so that every flipped bit in it is found.
 
-docs/format.md describes every field. Decoding is strict (types, sizes, names): a hostile manifest is refused, never believed."""
+docs/format.md describes every field. Decoding is strict (types, sizes, names): a hostile manifest is refused."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `Session.log` was given: a JSON line per step for people and plots, and the loss statistics that travel with the state."""
+"""What `Session.log` was given: a JSON line per step, and the loss statistics that travel with the state."""
 
 import contextlib
 import json

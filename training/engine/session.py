@@ -137,7 +137,9 @@ class Session:
         if not self._begun:
             raise TrainingFailed("the entry function returned without iterating session.steps()")
         if self.step < self.total_steps and not self.stopped:
-            raise TrainingFailed(f"the entry function returned after step {self.step} of {self.total_steps}", "see `session.steps()`")
+            raise TrainingFailed(
+                f"the entry function returned after step {self.step} of {self.total_steps}", "see `session.steps()`"
+            )
         self._link.say(finished=self.step >= self.total_steps, stopped=self.stopped, step=self.step, phase="leaving")
 
 

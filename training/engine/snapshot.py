@@ -104,10 +104,16 @@ class Snapshots:
 
     def _about(self, step: int) -> About:
         return About(
-            step=step, world={"size": 1}, data={**invariants.data_position(self._tracked), "tokens": self._metrics.tokens},
-            environment=self._environment, code=self._code, config=dict(self._link.welcome["trajectory"]), loss=dict(self._metrics.loss),
-            exact=not self._exact_reasons, exact_reasons=tuple(self._exact_reasons),
-        )  # fmt: skip
+            step=step,
+            world={"size": 1},
+            data={**invariants.data_position(self._tracked), "tokens": self._metrics.tokens},
+            environment=self._environment,
+            code=self._code,
+            config=dict(self._link.welcome["trajectory"]),
+            loss=dict(self._metrics.loss),
+            exact=not self._exact_reasons,
+            exact_reasons=tuple(self._exact_reasons),
+        )
 
 
 def _reading(reader: CheckpointReader) -> Any:  # Any: engine.leaves.Read, a function of one path

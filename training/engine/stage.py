@@ -1,13 +1,13 @@
 """Staging: one copy of every leaf of the state into a slot, at memory speed. The step pays for this copy and nothing else."""
 
+import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from perdure.training.engine.state import Leaf
+from perdure.training.engine.leaves import Leaf
 from perdure.training.slots import About, Entry, Header, SlotWriter
 
 _ALIGN = 64
@@ -28,7 +28,7 @@ def lay_out(leaves: Sequence[Leaf]) -> _Layout:
         nbytes = _nbytes(leaf)
         entries.append(
             Entry(path=leaf.path, kind=leaf.kind, dtype=leaf.dtype, shape=tuple(leaf.shape), offset=offset, nbytes=nbytes)
-        )  # fmt: skip
+        )
         offset += -(-nbytes // _ALIGN) * _ALIGN
     return _Layout(tuple(entries), offset)
 
@@ -63,18 +63,15 @@ class Stager:
         layout = lay_out(ordered)
         slot = self._slots[number]
         space, base = slot.begin(Header(about=about, entries=layout.entries), layout.data_bytes)
-        tensors = [(leaf.value, entry) for leaf, entry in zip(ordered, layout.entries, strict=True) if leaf.kind == "tensor"]
-        plain = [(leaf.value, entry) for leaf, entry in zip(ordered, layout.entries, strict=True) if leaf.kind == "plain"]
-        sources = [torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value, _ in tensors]
-        filled = [(source, entry) for source, (_, entry) in zip(sources, tensors, strict=True) if entry.nbytes]
-        targets = self._targets(number, space, base, [entry for _, entry in filled])
+        pairs = list(zip((leaf.value for leaf in ordered), layout.entries, strict=True))
+        filled = [(value.detach(), entry) for value, entry in pairs if isinstance(value, torch.Tensor) and entry.nbytes]
         if filled:
             with torch.no_grad():
-                torch._foreach_copy_(targets, [source.detach() for source, _ in filled])
-        for value, entry in plain:
-            start = base + entry.offset
-            space[start : start + entry.nbytes] = value
-        if any(source.is_cuda for source, _ in filled):
+                torch._foreach_copy_(self._targets(number, space, base, [entry for _, entry in filled]), [v for v, _ in filled])
+        for value, entry in pairs:
+            if isinstance(value, bytes):
+                space[base + entry.offset : base + entry.offset + entry.nbytes] = value
+        if any(value.is_cuda for value, _ in filled):
             torch.cuda.synchronize()
         slot.finish()
 
@@ -85,9 +82,12 @@ class Stager:
             return known[1]
         views = [
             torch.frombuffer(
-                space, dtype=getattr(torch, entry.dtype), count=max(1, int(np.prod(entry.shape, dtype=np.int64))), offset=base + entry.offset
+                space,
+                dtype=getattr(torch, entry.dtype),
+                count=max(1, math.prod(entry.shape)),
+                offset=base + entry.offset,
             ).view(entry.shape)
             for entry in entries
-        ]  # fmt: skip
+        ]
         self._views[number] = (key, views)
         return views

@@ -1,0 +1,85 @@
+"""What does chunked training under Prefect with checkpoints cost against the same loop bare? Interleaved runs, medians.
+
+Three figures: share of the loop's wall time lost; time of a boundary step (with its snapshot) over the median step; both with
+the trainer pinned to one core, so that the saver, the flow and the server have another one to use."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+LOOP = Path(__file__).parent / "loop"
+ROUNDS = 3
+STEPS, CHUNK = 120, 20
+PERDURE = [sys.executable, "-m", "perdure.cli.main", "run", "--keep-server"]
+
+
+def _settings(folder: Path, number: int) -> list[str]:
+    """The example's own parameters; everything written goes to a folder of its own."""
+    times = folder / f"times-{number}.json"
+    return [f"run.dir='{folder}/runs/{number}'", f"store.url='{folder}/store-{number}'", f"params.times='{times}'"]
+
+
+def _times(folder: Path, number: int) -> list[float]:
+    ends: list[float] = json.loads((folder / f"times-{number}.json").read_text())
+    return [after - before for before, after in zip(ends, ends[1:], strict=False)]
+
+
+def _bare(folder: Path, number: int) -> list[float]:
+    subprocess.run([sys.executable, LOOP / "loop.py", *_settings(folder, number)], check=True, stdout=subprocess.DEVNULL)
+    return _times(folder, number)
+
+
+def _chunked(folder: Path, number: int) -> list[float]:
+    command = [*PERDURE, LOOP / "run.toml"]
+    for text in _settings(folder, number):
+        command += ["--set", text]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return _times(folder, number)
+
+
+def measure() -> list[dict[str, Any]]:  # Any: JSON values
+    """Medians of interleaved rounds."""
+    from perdure.deployments import server
+
+    bare, chunked = [], []
+    with tempfile.TemporaryDirectory() as name, server.acquire(server.ServerHome(Path(name) / "prefect")) as local:
+        os.environ["PREFECT_API_URL"] = local.url
+        folder = Path(name)
+        for number in range(ROUNDS):
+            bare.append(_bare(folder, 2 * number))
+            chunked.append(_chunked(folder, 2 * number + 1))
+        del os.environ["PREFECT_API_URL"]
+    lost = [sum(with_) / sum(without) - 1 for with_, without in zip(chunked, bare, strict=True)]
+    boundary = statistics.median(_boundary(steps) for steps in chunked)
+    share = statistics.median(lost)
+    return [
+        {
+            "question": f"boundary step (snapshot included) over the median step, example, {STEPS} steps in chunks of {CHUNK}",
+            "shown": f"{boundary * 1e3:.1f} ms",
+            "target": "under 50 ms",
+            "met": boundary < 0.05,
+            "seconds": boundary,
+        },
+        {
+            "question": "share of the loop's wall time lost to chunks, checkpoints, proofs and copies (trainer pinned to one core)",
+            "shown": f"{share:.1%} (rounds: {', '.join(f'{value:.1%}' for value in lost)})",
+            "target": "under 5 %",
+            "met": share < 0.05,
+            "share": share,
+            "bare_seconds": [sum(steps) for steps in bare],
+            "chunked_seconds": [sum(steps) for steps in chunked],
+        },
+    ]
+
+
+def _boundary(steps: list[float]) -> float:
+    """Mean time by which the steps that end a chunk exceed the median step. The snapshot of step n lies between the
+    ends of the loop bodies of steps n and n + 1, so in `steps[n - 1]`."""
+    median = statistics.median(steps)
+    ends = [seconds for number, seconds in enumerate(steps, start=1) if number % CHUNK == 0]
+    return statistics.mean(ends) - median

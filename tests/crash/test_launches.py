@@ -1,0 +1,145 @@
+"""Launches without Prefect: whatever is killed, the finished state is that of an undisturbed run, bit for bit."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from harness import Direct, Run, children, copy_tiny, kill, wait_until  # type: ignore[import-not-found]
+
+SLOW = "params.sleep=0.05"
+"""Slow enough to be hit in the middle; sleeping changes no number."""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """State digest of a run nobody disturbed."""
+    run = Run(copy_tiny(tmp_path_factory.mktemp("reference") / "tiny"), "store.url=''")
+    assert Direct(run).train_to_end().reason == "complete"
+    return run.digest()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(copy_tiny(tmp_path / "tiny"), "store.url=''", SLOW)
+
+
+def go_on(run: Run) -> str:
+    """Resume until the end; the digest."""
+    end = Direct(run).train_to_end()
+    assert end.reason == "complete", end
+    return run.digest()
+
+
+def test_rank_killed_resumes_from_last_committed_and_ends_bit_identical(run: Run, reference: str) -> None:
+    direct = Direct(run)
+    trainer = direct.launch()
+    wait_until(lambda: run.step() >= 17, "step 17")
+    kill(run.rank())
+    trainer.process.wait(30)
+    end = direct.end()
+    assert (end.reason, end.error_class) == ("failed", "infrastructure")
+    assert "SIGKILL" in end.detail
+    assert run.committed()[-1].step >= 15, "no step before the last checkpoint is lost"
+    assert go_on(run) == reference
+
+
+def test_saver_killed_in_the_middle_loses_nothing(run: Run, reference: str) -> None:
+    direct = Direct(run)
+    trainer = direct.launch()
+    for number in (1, 2, 3):
+        wait_until(lambda number=number: len(run.committed()) >= number or not trainer.is_alive(), f"{number} checkpoints")
+        kill(run.saver())
+        wait_until(lambda: run.saver() is not None or not trainer.is_alive(), "another saver")
+    trainer.process.wait(60)
+    assert direct.end().reason == "complete"
+    assert [name.step for name in run.committed()] == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert run.digest() == reference
+
+
+def test_agent_killed_takes_rank_and_saver_with_it(run: Run, reference: str) -> None:
+    direct = Direct(run)
+    direct.launch()
+    wait_until(lambda: run.step() >= 12, "step 12")
+    agent, rank, saver = run.agent(), run.rank(), run.saver()
+    kill(agent)
+    wait_until(lambda: not (rank.is_alive() or saver.is_alive()), "rank and saver gone", 10)
+    assert direct.end().error_class == "infrastructure"
+    assert go_on(run) == reference
+
+
+def test_lifeline_closed_saves_the_step_it_is_at(run: Run, reference: str) -> None:
+    direct = Direct(run)
+    direct.launch()
+    wait_until(lambda: run.step() >= 13, "step 13")
+    end = direct.end()
+    assert end.reason == "stopped"
+    assert run.committed()[-1].step == end.step >= 13
+    assert go_on(run) == reference
+
+
+@pytest.mark.parametrize("whom", ["agent", "rank"])
+def test_sigterm_saves_and_stops(run: Run, reference: str, whom: str) -> None:
+    direct = Direct(run)
+    trainer = direct.launch()
+    wait_until(lambda: run.step() >= 12, "step 12")
+    kill(getattr(run, whom)(), signal.SIGTERM)
+    trainer.process.wait(30)
+    end = direct.end()
+    assert end.reason == "stopped"
+    assert run.committed()[-1].step == end.step >= 12
+    assert go_on(run) == reference
+
+
+@pytest.mark.parametrize("phase", ["setup", "batch", "evaluation", "after"])
+def test_sigterm_in_every_phase_ends_within_the_grace(run: Run, reference: str, phase: str) -> None:
+    direct = Direct(run)
+    settings = [f"params.sleep_in={phase}", "params.sleep_secs=3", "params.slow_batch_at=12", "params.evaluate_at=12"]
+    trainer = direct.launch(settings)
+    wait_until((run.toml.parent / f"in-{phase}").exists, f"phase {phase}")
+    kill(run.agent(), signal.SIGTERM)
+    kill(run.agent(), signal.SIGTERM)
+    trainer.process.wait(run.config.launch.stop_grace + 5)
+    end = direct.end()
+    assert end.reason == ("complete" if phase == "after" else "stopped")
+    if phase in ("batch", "evaluation"):
+        assert run.committed()[-1].step >= 12, "progress lost is at most one step"
+    assert Direct(run).train_to_end(settings).reason == "complete"
+    assert run.digest() == reference
+
+
+def test_exception_in_user_code_is_told_with_class_and_log(run: Run) -> None:
+    end = Direct(run).train_to_end(["params.bug_at=7"])
+    assert (end.reason, end.error_class, end.step) == ("failed", "user", 7)
+    assert "made up by the test" in end.detail
+    assert "ValueError" in end.log_tail
+
+
+def test_no_process_survives_its_launch(run: Run) -> None:
+    direct = Direct(run)
+    direct.launch()
+    wait_until(lambda: run.step() >= 3, "step 3")
+    seen = [run.agent(), run.rank(), run.saver()]
+    direct.end()
+    assert not any(process.is_alive() for process in seen if process)
+    assert children(os.getpid()) == [] or all(pid not in children(os.getpid()) for pid in (p.pid for p in seen if p))
+
+
+def test_trace_of_a_cut_run_equals_the_reference_step_by_step(run: Run, tmp_path: Path) -> None:
+    """Data order, learning rate and loss of every step that survived, as float hex."""
+    whole = Run(copy_tiny(tmp_path / "whole"), "store.url=''", f"params.trace='{tmp_path}/a.jsonl'")
+    Direct(whole).train_to_end()
+    traced = f"params.trace='{tmp_path}/b.jsonl'"
+    direct = Direct(run)
+    direct.launch([traced])
+    wait_until(lambda: run.step() >= 23, "step 23")
+    kill(run.rank())
+    direct.end()
+    Direct(run).train_to_end([traced])
+    assert surviving(tmp_path / "a.jsonl") == surviving(tmp_path / "b.jsonl")
+
+
+def surviving(path: Path) -> dict[int, str]:
+    """The last line of each step: the earlier ones were rolled back."""
+    return {json.loads(line)["step"]: line for line in path.read_text().splitlines()}

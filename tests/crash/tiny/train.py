@@ -1,0 +1,79 @@
+"""TINY of the case files: dropout, AdamW, a scheduler, a shuffled data set, one trace line per step."""
+
+import json
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from perdure.training import Session
+from perdure.training.engine.data import ResumableLoader
+from torch import nn
+from torch.utils.data import Dataset
+
+Item = tuple[int, torch.Tensor]
+
+
+class Items(Dataset[Item]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Item:
+        generator = torch.Generator().manual_seed(index)
+        return index, torch.randn(16, generator=generator) + random.random() * 0.01 + float(np.random.rand()) * 0.01  # noqa: NPY002
+
+
+def train(session: Session) -> None:
+    params = session.params
+    phase_sleep(params, "setup")
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    width = int(params.get("width", 32))
+    model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=session.total_steps + 1)
+    loader = ResumableLoader(Items(), seed=3, batch_size=4)
+    session.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    batches = loader.forever()
+    for step in session.steps():
+        indices, x = next(batches)
+        if params.get("slow_batch_at") == step:
+            phase_sleep(params, "batch")
+        loss = model(x).square().mean() + 0.01 * random.random()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        session.log(loss=loss, tokens=len(indices))
+        loss = loss.detach()
+        trace(params, step=step, indices=indices.tolist(), loss=float(loss).hex(), lr=optimizer.param_groups[0]["lr"].hex())
+        time.sleep(float(params.get("sleep", 0.0)))
+        if params.get("evaluate_at") == step:
+            with session.evaluation():
+                torch.rand(7)
+                random.random()
+                phase_sleep(params, "evaluation")
+        if params.get("fail_at") == step and not Path("failed-once").exists():
+            Path("failed-once").touch()
+            raise OSError("the network went away (made up by the test)")
+        if params.get("bug_at") == step:
+            raise ValueError("a bug in the training code (made up by the test)")
+    phase_sleep(params, "after")
+
+
+def phase_sleep(params: dict, phase: str) -> None:
+    if params.get("sleep_in") == phase:
+        Path(f"in-{phase}").touch()
+        time.sleep(float(params["sleep_secs"]))
+
+
+def trace(params: dict, **values: object) -> None:
+    if "trace" in params:
+        with open(params["trace"], "a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+if __name__ == "__main__":
+    train(Session.by_hand(Path(__file__).parent / "run.toml"))

@@ -1,0 +1,57 @@
+"""run.json: what a run is and where its copies go; written once, in the directory and in the store."""
+
+import secrets
+import time
+
+import msgspec
+
+from perdure.training import files
+from perdure.training.config import RunConfig
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
+from perdure.training.run_dir import RunDir
+
+MAX_RUN_INFO = 1 << 20
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    name: str
+    created: float
+    format: int = 1
+    steps: int
+    chunk: int
+    store_url: str = ""
+    endpoint_url: str = ""
+    region: str = ""
+    checksums: str = "auto"
+    part_mib: int = 16
+
+
+def create_run_info(run: RunDir, config: RunConfig) -> RunInfo:
+    """Give a new run its id and write run.json; when another process was first, its run.json counts."""
+    store = config.store
+    info = RunInfo(
+        id=f"{config.run.name}-{secrets.token_hex(4)}",
+        name=config.run.name,
+        created=time.time(),
+        steps=config.run.steps,
+        chunk=config.run.chunk,
+        store_url=config.store_url,
+        endpoint_url=store.endpoint_url,
+        region=store.region,
+        checksums=store.checksums,
+        part_mib=store.part_mib,
+    )
+    files.make_dirs(run.root)
+    files.create_exclusively(run.run_json, msgspec.json.encode(info))
+    return read_run_info(run)
+
+
+def read_run_info(run: RunDir) -> RunInfo:
+    """Raises CheckpointNotFound where there is no run, CheckpointDamaged where run.json is none."""
+    try:
+        return msgspec.json.decode(files.read_limited(run.run_json, MAX_RUN_INFO), type=RunInfo)
+    except FileNotFoundError:
+        raise CheckpointNotFound(f"{run.root} holds no run (no run.json)") from None
+    except ValueError as error:
+        raise CheckpointDamaged(f"{run.run_json} is not a run.json: {error}", part="run.json") from None
