@@ -1,4 +1,4 @@
-"""A small GPT learns the documentation of Python, byte by byte. By hand: `python train.py`; resumable: `perdure run run.toml`."""
+"""A small GPT learns Python's documentation, byte by byte. Resumable: `perdure run run.toml`; by hand: `python train.py`."""
 
 from pydoc_data.topics import topics
 

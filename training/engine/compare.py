@@ -114,7 +114,7 @@ def changed_settings(old: Any, new: Any, path: str = "") -> list[str]:  # Any: p
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = enumerate(zip(old, new, strict=True))
         return [change for index, (was, now) in pairs for change in changed_settings(was, now, f"{path}[{index}]")]
-    same = type(old) is type(new) and old == new or old is None or new is None
+    same = (type(old) is type(new) and old == new) or old is None or new is None
     return [] if same else [f"{path} was {old!r} when the checkpoint's run began, is {new!r} now"]
 
 

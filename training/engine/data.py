@@ -22,7 +22,7 @@ _Words = npt.NDArray[np.uint64]
 
 
 def shuffled(positions: npt.NDArray[np.int64], length: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The items at these positions of an epoch's order: a keyed permutation of range(length) (Feistel network, cycle walking)."""
+    """The items at these positions of an epoch's order: a permutation of range(length) by a keyed Feistel network."""
     half = max(1, (max(length - 1, 1).bit_length() + 1) // 2)
     keys = _mix(
         np.arange(_ROUNDS, dtype=np.uint64) + _mix(np.array([seed % (1 << 64)], np.uint64) + _mix(np.array([epoch], np.uint64)))
@@ -40,6 +40,10 @@ def _permute(values: _Words, half: int, keys: _Words) -> _Words:
     for key in keys:
         left, right = right, left ^ (_mix(right ^ key) & mask)
     return (left << shift) | right
+
+
+def _word(number: int) -> _Words:
+    return np.array([number % (1 << 64)], np.uint64)
 
 
 def _mix(values: _Words) -> _Words:
@@ -71,9 +75,10 @@ class ResumableSampler(Sampler[int]):
     """The indices one rank is to load, epoch after epoch. Global batch k is the k-th run of `batch_size * world` items of the
     order, whoever loads which part; so 4 ranks of 2 go on as 2 of 4 or 1 of 8. `batch_size` is what this rank takes at a time.
 
-    Iterating starts at the position and does not move it: `consumed()` does, once for each batch the training loop was given.
-    `ResumableLoader` calls it and `next_epoch()`; with a plain DataLoader call both yourself, and give that a generator of its own
-    (making an iterator draws from torch's global one, which a resume within an epoch would do once more)."""
+    Under torchdata's StatefulDataLoader nothing else is needed: that saves the sampler with its own position. Anywhere else
+    iterating starts at the position and does not move it: `consumed()` does, once for each batch the training loop was given.
+    `ResumableLoader` calls it and `next_epoch()`; with a plain DataLoader call both yourself, and give that a generator of
+    its own (making an iterator draws from torch's global one, which a resume within an epoch would do once more)."""
 
     def __init__(
         self,
@@ -94,16 +99,17 @@ class ResumableSampler(Sampler[int]):
         """Epochs finished, from 0."""
         self.samples = 0
         """Samples of this epoch consumed by all ranks together."""
-        self._started = False
+        self.started = False
+        """Indices were taken."""
+        self.exhausted = False
+        """An iteration of this epoch came to its end."""
         if not 0 <= rank < world or batch_size < 1 or self.length < 1:
             raise ConfigError(
                 f"ResumableSampler: rank {rank} of {world}, batch_size {batch_size}, {self.length} samples is impossible"
             )
         if not drop_last and 0 < self.length % self.global_batch < world:
-            raise ConfigError(
-                f"ResumableSampler: the last {self.length % self.global_batch} of {self.length} samples cannot be shared by {world} ranks",
-                "set drop_last=True",
-            )  # fmt: skip
+            last = self.length % self.global_batch
+            raise ConfigError(f"ResumableSampler: the last {last} samples do not reach {world} ranks", "set drop_last=True")
 
     @property
     def global_batch(self) -> int:
@@ -116,28 +122,37 @@ class ResumableSampler(Sampler[int]):
         return self._end() <= self.samples
 
     def __iter__(self) -> Iterator[int]:
-        """The rest of this epoch."""
-        self._started = True
-        end = self._end()
-        for start in range(self.samples, end, self.global_batch):
-            yield from self._own(start, min(start + self.global_batch, self.length))
+        """The rest of this epoch; after an iteration that came to its end and was not counted by `consumed`, the next epoch."""
+        if self.exhausted:
+            self.next_epoch()
+        return _Indices(self)
+
+    def stream(self, skip: int) -> Iterator[int]:
+        """This rank's indices from the position on, without the first `skip` of them."""
+        self.started = True
+        first = self.samples + skip // self.batch_size * self.global_batch
+        batches = [self._bounds(start) for start in range(first, self._end(), self.global_batch)]
+        at_once = max(1, _BLOCK // self.batch_size)
+        skip %= self.batch_size
+        for block in range(0, len(batches), at_once):
+            items = self._items([np.arange(first, last) for first, last in batches[block : block + at_once]])
+            yield from items[skip:]
+            skip = 0
+        self.exhausted = True
 
     def __len__(self) -> int:
         """Indices this rank still has to take in this epoch."""
-        end = self._end()
-        starts = range(self.samples, end, self.global_batch)
-        return sum(
-            last - first for first, last in (self._bounds(start, min(start + self.global_batch, end)) for start in starts)
-        )
+        starts = range(self.samples, self._end(), self.global_batch)
+        return sum(last - first for first, last in map(self._bounds, starts))
 
-    def _own(self, start: int, end: int) -> list[int]:
-        first, last = self._bounds(start, end)
-        positions = np.arange(first, last, dtype=np.int64)
-        return (shuffled(positions, self.length, self.seed, self.epoch) if self.shuffle else positions).tolist()  # type: ignore[no-any-return]
+    def _items(self, parts: list[npt.NDArray[np.int64]]) -> list[int]:
+        positions = np.concatenate(parts)
+        items = shuffled(positions, self.length, self.seed, self.epoch) if self.shuffle else positions
+        return list(items.tolist())
 
-    def _bounds(self, start: int, end: int) -> tuple[int, int]:
-        """This rank's part of a global batch: equal parts, in the last one as equal as can be."""
-        size = end - start
+    def _bounds(self, start: int) -> tuple[int, int]:
+        """This rank's part of the global batch at `start`: equal parts, in the last one as equal as can be."""
+        size = min(self.global_batch, self.length - start)
         return start + size * self.rank // self.world, start + size * (self.rank + 1) // self.world
 
     def _end(self) -> int:
@@ -150,7 +165,7 @@ class ResumableSampler(Sampler[int]):
 
     def next_epoch(self) -> None:
         """End this epoch here, consumed or not."""
-        self.epoch, self.samples = self.epoch + 1, 0
+        self.epoch, self.samples, self.exhausted = self.epoch + 1, 0, False
 
     def position(self) -> dict[str, Any]:  # Any: plain JSON values
         """For the manifest."""
@@ -164,14 +179,37 @@ class ResumableSampler(Sampler[int]):
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # Any: plain values
-        if self._started:
+        if self.started:
             raise ConfigError(
                 "the data was iterated before it was restored", "make the iterator after session.resume() or inside the loop"
             )
         for key in ("length", "seed", "shuffle", "fingerprint"):
             if state[key] != getattr(self, key):
                 raise ConfigError(f"the data's {key} was {state[key]!r} in the checkpoint, is {getattr(self, key)!r} now")
-        self.epoch, self.samples = int(state["epoch"]), int(state["samples"])
+        self.epoch, self.samples, self.exhausted = int(state["epoch"]), int(state["samples"]), False
+
+
+class _Indices(Iterator[int]):
+    """One iteration; stateful, so that torchdata's StatefulDataLoader saves and loads where in it training stands."""
+
+    def __init__(self, sampler: ResumableSampler) -> None:
+        self._sampler, self._yielded = sampler, 0
+        self._source: Iterator[int] | None = None
+
+    def __next__(self) -> int:
+        if self._source is None:
+            self._source = self._sampler.stream(self._yielded)
+        item = next(self._source)
+        self._yielded += 1
+        return item
+
+    def state_dict(self) -> dict[str, int]:
+        return {"yielded": self._yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._yielded, self._source = int(state["yielded"]), None
+        if self._yielded >= len(self._sampler):
+            self._sampler.exhausted = True
 
 
 class _Numbered(Dataset[Any]):  # Any: items are the user's
@@ -193,7 +231,7 @@ class _Numbered(Dataset[Any]):  # Any: items are the user's
 
     def _prepare(self, number: int) -> None:
         if get_worker_info() is not None:
-            seed = int(_mix(np.array([number], np.uint64) + _mix(np.array([self._seed % (1 << 64)], np.uint64)))[0])
+            seed = int(_mix(_word(number) + _mix(_word(self._seed)))[0])
             random.seed(seed)
             np.random.seed(seed % (1 << 32))
             torch.default_generator.manual_seed(seed % (1 << 63))
@@ -234,8 +272,15 @@ class ResumableLoader:
     ) -> None:
         size: Any = dataset  # Any: Dataset does not promise the __len__ that map-style sets have
         self.sampler = ResumableSampler(
-            size, seed=seed, shuffle=shuffle, rank=rank, world=world, batch_size=batch_size, drop_last=drop_last, fingerprint=fingerprint
-        )  # fmt: skip
+            size,
+            seed=seed,
+            shuffle=shuffle,
+            rank=rank,
+            world=world,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            fingerprint=fingerprint,
+        )
         # a generator of its own: making an iterator must not draw from torch's, or a resume within an epoch would differ
         options.setdefault("generator", torch.Generator().manual_seed(0))
         self._loader: DataLoader[Any] = DataLoader(
@@ -258,6 +303,7 @@ class ResumableLoader:
         return -(-len(self.sampler) // self.sampler.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
+        self.sampler.exhausted = False  # by an iteration that was left early, with its last batches prefetched but not consumed
         for batch in self._loader:
             self.sampler.consumed()  # before the batch is handed out: a cut in the loop body has it behind itself
             yield batch

@@ -30,7 +30,7 @@ def environment() -> dict[str, Any]:
         "interop_threads": torch.get_num_interop_threads(),
         "machine": platform.machine(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "mkldnn": bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available(),
+        "mkldnn": bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "float32_matmul": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -45,7 +45,7 @@ def environment() -> dict[str, Any]:
 def _cuda() -> dict[str, Any]:
     return {
         "cuda": str(torch.version.cuda),
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "tf32": torch.backends.cuda.matmul.allow_tf32,

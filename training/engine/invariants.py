@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from perdure.training.checkpoint.pack import BLOB_BYTES
 from perdure.training.engine.compare import listed
 from perdure.training.engine.state import Tracked, collect, kind_of, parameter_names
-from perdure.training.errors import CheckpointDamaged, ConfigError, NonFinite, PerdureError
+from perdure.training.errors import CheckpointDamaged, ConfigError, NonFinite
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
     """The leaf digest of docs/format.md: BLAKE3 over the BLAKE3s of its blobs."""
     data = tensor.detach().cpu().contiguous()
     item = data.element_size()
-    raw = memoryview(data.reshape(-1).view(torch.uint8).numpy()) if data.numel() else memoryview(b"")
+    raw = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else memoryview(b"")
     size = BLOB_BYTES // item * item
     whole = blake3.blake3()
     for start in range(0, len(raw), size):
@@ -134,7 +134,7 @@ class StepWatch:
         for name, optimizer in self._optimizers.items():
             if self._unused[name] and _has_gradients(optimizer):
                 raise ConfigError(
-                    f"session step {step} ended with gradients that optimizer {name!r} has not used: it is not a whole optimizer step",
+                    f"session step {step} ended with gradients that optimizer {name!r} has not used",
                     "one session step is one optimizer step: loop over the micro batches of gradient accumulation inside it",
                 )  # fmt: skip
 
@@ -220,14 +220,3 @@ def data_position(tracked: Tracked) -> dict[str, Any]:  # Any: plain JSON values
         if callable(position):
             found[name] = position()
     return found
-
-
-__all__ = [
-    "StepWatch",
-    "check_after_load",
-    "check_finite",
-    "check_registered",
-    "data_position",
-    "tensor_digest",
-    "PerdureError",
-]

@@ -1,4 +1,4 @@
-"""Nested state in, one plain value and a list of tensors out, and back. No pickle: what is not plain data is refused by path and type.
+"""Nested state in, one plain value and a list of tensors out, and back. What is not plain data is refused by path and type.
 
 Containers and scalars stay in the plain value; a tensor or array is replaced by a reference to a leaf of its own."""
 
@@ -15,8 +15,9 @@ from perdure.training.errors import CheckpointDamaged, PerdureError
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes, complex})
 _MARKERS = {
-    "tensor-ref": "tensor", "array-ref": "_array_ref", "array": "_array", "numpy-scalar": "_numpy_scalar", "torch-size": "_torch_size",
-    "torch-dtype": "_torch_dtype", "torch-device": "_torch_device", "deque": "_deque", "counter": "_counter", "tuple": "_marked_tuple",
+    "tensor-ref": "tensor", "array-ref": "_array_ref", "array": "_array", "numpy-scalar": "_numpy_scalar",
+    "torch-size": "_torch_size", "torch-dtype": "_torch_dtype", "torch-device": "_torch_device",
+    "deque": "_deque", "counter": "_counter", "tuple": "_marked_tuple",
 }  # fmt: skip
 """First item of a tuple that stands for something else -> the Decoder's method for it."""
 _MAX_DEPTH = 100
@@ -97,8 +98,9 @@ class Encoder:
     def tensor(self, value: torch.Tensor, path: str) -> tuple[str, str]:
         """Add a leaf; what comes back stands for it in the plain value."""
         if value.layout is not torch.strided or value.is_quantized or value.is_meta or hasattr(value, "_local_tensor"):
+            what = f"{type(value).__name__} ({value.layout}, on {value.device})"
             raise PerdureError(
-                f"{self.root}/{path} is a {type(value).__name__} ({value.layout}, on {value.device}): only dense tensors with data can be saved",
+                f"{self.root}/{path} is a {what}: only dense tensors with data can be saved",
                 "convert it in state_dict(), or leave it out and build it again on resume",
             )  # fmt: skip
         unique, number = path, 1
@@ -144,7 +146,7 @@ class Encoder:
         if kind is torch.dtype or kind is torch.device:
             return (f"torch-{kind.__name__}", str(value).removeprefix("torch."))
         raise PerdureError(
-            f"{self.root}/{path} is a {kind.__module__}.{kind.__qualname__}: only plain data can be saved (no pickle is ever read)",
+            f"{self.root}/{path} is a {kind.__module__}.{kind.__qualname__}: only plain data can be saved",
             "let state_dict() hand out tensors, arrays, numbers, strings, and lists, tuples or dicts of them",
         )  # fmt: skip
 

@@ -5,6 +5,7 @@ Order: modules, optimizers, schedulers, the rest. A scheduler's construction wri
 from typing import Any
 
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from perdure.training.checkpoint.plain import unpack_plain
 from perdure.training.engine import compare, replanning
@@ -57,6 +58,8 @@ def _load(obj: Any, decoder: Decoder, plain: dict[str, Any], names: dict[int, st
             load_optimizer(obj, decoder, plain, names)
         else:
             obj.load_state_dict(decoder.decode(plain["state"]))
+            if isinstance(obj, StatefulDataLoader):
+                obj.state_dict()  # makes the iterator now: made later, it would draw from the restored generators
     except PerdureError:
         raise
     except _LOAD_ERRORS as error:
@@ -67,7 +70,7 @@ def _load(obj: Any, decoder: Decoder, plain: dict[str, Any], names: dict[int, st
 
 def load_module(module: torch.nn.Module, decoder: Decoder, plain: dict[str, Any]) -> None:
     """Copy parameters and buffers in place; names, shapes and dtypes were compared before."""
-    fresh = module.state_dict()
+    fresh: Any = module.state_dict()  # Any: torch hangs _metadata on it
     state = type(fresh)((key, decoder.decode(plain["state"][key])) for key in fresh)
     if hasattr(fresh, "_metadata"):
         versions = plain["versions"]

@@ -26,11 +26,12 @@ def collect_rng(generators: Generators = _NONE) -> State:
     """The state of every generator, as plain values, arrays and tensors."""
     state: State = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 - the global generator is what must be saved
+        "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
         "registered": {name: _get(generator) for name, generator in generators.items()},
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # asking an idle CUDA would create its context
+    # an idle CUDA is not asked: that would create its context
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
@@ -46,7 +47,7 @@ def restore_rng(state: State, generators: Generators = _NONE) -> None:
     if devices and (not torch.cuda.is_available() or torch.cuda.device_count() < len(devices)):
         raise PerdureError(f"the checkpoint holds generators of {len(devices)} CUDA devices, this process sees {_cuda_count()}")
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     for index, device_state in enumerate(devices):
         torch.cuda.set_rng_state(device_state, index)
@@ -62,7 +63,7 @@ def rng_leaves(generators: Generators = _NONE) -> list[Leaf]:
 
 
 def load_rng(read: Read, generators: Generators = _NONE, *, tolerant: bool = False) -> list[str]:
-    """Restore from a checkpoint. What stands in the way is raised; tolerant: returned as the reasons why the run is not exact."""
+    """Restore from a checkpoint. What stands in the way is raised; `tolerant`: returned, as reasons why the run is not exact."""
     try:
         state = Decoder(RNG, read).decode(unpack_plain(read(RNG).data))
         restore_rng(state, generators)
@@ -88,7 +89,8 @@ def check_generator(name: str, generator: Any) -> None:  # Any: what a user hand
     """Refuse what `collect_rng` could not save."""
     if not isinstance(generator, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
         raise PerdureError(
-            f"generator {name!r} is a {type(generator).__qualname__}: known are torch.Generator, random.Random, numpy Generator and RandomState"
+            f"generator {name!r} is a {type(generator).__qualname__}: that cannot be saved",
+            "use a torch.Generator, random.Random, numpy Generator or RandomState",
         )
 
 

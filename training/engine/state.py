@@ -11,6 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from perdure.training.engine.leaves import Encoder, Leaf, dtype_name, escape, plain_leaf
+from perdure.training.engine.rng import preserving
 from perdure.training.errors import PerdureError
 
 INVENTORY = "perdure.tracked"
@@ -31,7 +32,7 @@ def check_trackable(name: str, obj: Any) -> None:  # Any: what a user hands over
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(obj, method, None)):
             raise PerdureError(
-                f"session.track: {name!r} is a {type(obj).__qualname__} without {method}(): it can be neither saved nor restored",
+                f"session.track: {name!r} is a {type(obj).__qualname__} without {method}(): it cannot be saved and restored",
                 "give it state_dict() and load_state_dict(), or wrap it in an object that has them",
             )  # fmt: skip
 
@@ -41,8 +42,9 @@ def collect(tracked: Tracked) -> list[Leaf]:
     note_built(tracked)
     names = parameter_names(tracked)
     leaves = [plain_leaf(INVENTORY, {name: kind_of(obj) for name, obj in tracked.items()})]
-    for name, obj in tracked.items():
-        leaves += collect_one(name, obj, names)
+    with preserving():  # a state_dict() may draw: torchdata's loader starts its workers to ask them
+        for name, obj in tracked.items():
+            leaves += collect_one(name, obj, names)
     return leaves
 
 
