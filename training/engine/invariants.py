@@ -4,7 +4,6 @@
 
 import gc
 import logging
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from perdure.training.errors import CheckpointDamaged, ConfigError, NonFinite
 
 logger = logging.getLogger(__name__)
 
+_STATEFUL = (LRScheduler, torch.amp.GradScaler, torch.optim.Optimizer)
 _STRICT = ("module", "optimizer", "scheduler", "scaler")
 
 
@@ -154,9 +154,10 @@ def check_registered(tracked: Tracked) -> None:
     problems = [*_unsaved_parameters(tracked)]
     optimizers = [obj for obj in tracked.values() if isinstance(obj, torch.optim.Optimizer)]
     known = {id(obj) for obj in tracked.values()} | {id(inner) for obj in tracked.values() for inner in _nested(obj)}
-    if any(id(obj) not in known and _is_stray(obj, optimizers) for obj in _alive()):
+    scaled = any(isinstance(obj, torch.amp.GradScaler) for obj in tracked.values())
+    if any(id(obj) not in known and _is_stray(obj, optimizers, scaled) for obj in _alive(*_STATEFUL)):
         gc.collect()  # what was built and dropped may still lie around in a cycle
-        strays = [obj for obj in _alive() if id(obj) not in known and _is_stray(obj, optimizers)]
+        strays = [obj for obj in _alive(*_STATEFUL) if id(obj) not in known and _is_stray(obj, optimizers, scaled)]
         problems += [f"a {type(obj).__qualname__} is in use, but not tracked" for obj in strays]
     if problems:
         raise ConfigError("not everything would be saved: " + "; ".join(problems), "pass it to session.track(name=...)")
@@ -164,18 +165,24 @@ def check_registered(tracked: Tracked) -> None:
         logger.warning("a %s looks like a copy of a tracked module but is not tracked: it will not be saved", copy)
 
 
-def _alive() -> Iterator[Any]:  # Any: schedulers, scalers and optimizers of this process
-    kinds = (LRScheduler, torch.amp.GradScaler, torch.optim.Optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # isinstance touches deprecated attributes of foreign objects
-        yield from [obj for obj in gc.get_objects() if issubclass(type(obj), kinds)]
+def _alive(*kinds: type) -> list[Any]:  # Any: objects of these kinds
+    """Every living object of these kinds; by type, since isinstance() runs code of foreign objects."""
+    wanted: dict[type, bool] = {}
+    found = []
+    for obj in gc.get_objects():
+        kind = type(obj)
+        if kind not in wanted:
+            wanted[kind] = issubclass(kind, kinds)
+        if wanted[kind]:
+            found.append(obj)
+    return found
 
 
-def _is_stray(obj: Any, optimizers: Iterable[torch.optim.Optimizer]) -> bool:  # Any: as in _alive
+def _is_stray(obj: Any, optimizers: Iterable[torch.optim.Optimizer], scaled: bool) -> bool:  # Any: as in _alive
     if isinstance(obj, LRScheduler):
         return any(getattr(obj, "optimizer", None) is optimizer for optimizer in optimizers)
     if isinstance(obj, torch.amp.GradScaler):
-        return obj.is_enabled() and getattr(obj, "_scale", None) is not None
+        return not scaled and obj.is_enabled() and getattr(obj, "_scale", None) is not None
     ours = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
     return bool(obj.state) and any(id(parameter) in ours for group in obj.param_groups for parameter in group["params"])
 
@@ -204,8 +211,8 @@ def _untracked_copies(tracked: Tracked) -> Iterator[str]:
     known = {id(inner) for module in modules for inner in module.modules()}
     ours = {id(parameter) for module in modules for parameter in module.parameters()}
     shapes = [[tuple(parameter.shape) for parameter in module.parameters()] for module in modules]
-    for obj in gc.get_objects():
-        if issubclass(type(obj), torch.nn.Module) and id(obj) not in known:
+    for obj in _alive(torch.nn.Module):
+        if id(obj) not in known:
             parameters = list(obj.parameters())
             own = [tuple(parameter.shape) for parameter in parameters]
             if own and own in shapes and not any(id(parameter) in ours for parameter in parameters):

@@ -63,7 +63,7 @@ def rng_leaves(generators: Generators = _NONE) -> list[Leaf]:
 
 
 def load_rng(read: Read, generators: Generators = _NONE, *, tolerant: bool = False) -> list[str]:
-    """Restore from a checkpoint. What stands in the way is raised; `tolerant`: returned, as reasons why the run is not exact."""
+    """Restore from a checkpoint. What stands in the way is raised; `tolerant`: returned, as reasons for not being exact."""
     try:
         state = Decoder(RNG, read).decode(unpack_plain(read(RNG).data))
         restore_rng(state, generators)
