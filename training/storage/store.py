@@ -1,0 +1,154 @@
+"""ObjectStore: what Perdure asks of a place for copies, the same for a folder and an S3 bucket; and the rules on keys.
+
+An object is there whole or not there; `put(..., if_absent=True)` has exactly one winner."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+from urllib.parse import unquote, urlsplit
+
+from perdure.training import files
+from perdure.training.errors import ConfigError, StoreError
+
+MAX_KEY = 900
+MAX_SEGMENT = 200  # of 255 bytes; the rest is for the temporary name beside it
+MAX_LISTED = 1_000_000
+Progress = Callable[[int], None]
+"""Called with the number of bytes that were just moved."""
+ShouldStop = Callable[[], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreSettings:
+    """How to reach a store; credentials are not among them."""
+
+    endpoint_url: str = ""
+    """S3 endpoint other than AWS."""
+    region: str = ""
+    checksums: Literal["auto", "always", "when_required"] = "auto"
+    """S3 request checksums; auto: always on AWS, only when required on another endpoint."""
+    part_mib: int = 16
+    """MiB of one part of a multipart transfer."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    key: str
+    size: int
+
+
+@dataclass(frozen=True)
+class UploadInfo:
+    """An upload that was begun and neither finished nor aborted; it is no object, but it takes room."""
+
+    key: str
+    upload_id: str
+    age_secs: float
+    """By the store's own clock."""
+
+
+class TransferStopped(StoreError):
+    """Asked to stop between two parts; what was sent stays, and the next try goes on from it."""
+
+
+class ObjectStore(Protocol):
+    """Keys are relative to `url`. Everything raises StoreError; ObjectNotFound where a key that is read is missing."""
+
+    @property
+    def url(self) -> str: ...
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
+        """Store a small object. With `if_absent`, False (and nothing changed) when there is one already."""
+        ...
+
+    def put_file(
+        self, key: str, path: Path, *, progress: Progress | None = None, should_stop: ShouldStop | None = None
+    ) -> None:
+        """Store a file of any size. Killed or stopped on the way, no object appears and the next call goes on."""
+        ...
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        """A small object; StoreError when it is larger than `limit`."""
+        ...
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        """Exactly these bytes, or StoreError. No store checks a part of an object: compare your own digest."""
+        ...
+
+    def get_file(self, key: str, path: Path, *, size: int, progress: Progress | None = None) -> None:
+        """Download an object of exactly `size` bytes; `path` appears whole or not at all. Compare your own digest."""
+        ...
+
+    def size(self, key: str) -> int | None:
+        """Bytes of the object, None when there is none."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every object whose key starts with `prefix`, sorted by key."""
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; missing ones are fine. StoreError names what was refused."""
+        ...
+
+    def list_uploads(self, prefix: str) -> Iterator[UploadInfo]:
+        """Unfinished uploads under `prefix`."""
+        ...
+
+    def abort_uploads(self, prefix: str, older_than_secs: float) -> int:
+        """Drop unfinished uploads under `prefix` that are at least this old; returns how many."""
+        ...
+
+
+def check_key(key: str) -> str:
+    """`key` itself when it is a plain relative name. Keys may come from a hostile listing or manifest."""
+    segments = key.split("/")
+    problem = ""
+    if not key or any(not segment for segment in segments):
+        problem = "has an empty part"
+    elif any(segment in (".", "..") for segment in segments):
+        problem = "has a . or .. part"
+    elif any(ord(char) < 32 or 127 <= ord(char) < 160 or 0xD800 <= ord(char) < 0xE000 for char in key):
+        problem = "has a control character"
+    elif any(files.is_temporary(segment) for segment in segments):
+        problem = "looks like a temporary file"
+    elif len(key.encode()) > MAX_KEY or any(len(segment.encode()) > MAX_SEGMENT for segment in segments):
+        problem = f"is longer than {MAX_KEY} bytes, or a part of it than {MAX_SEGMENT}"
+    if problem:
+        raise StoreError(f"key {key[:200]!r} {problem}", retryable=False, hint="use plain relative names")
+    return key
+
+
+def is_plain_key(key: str) -> bool:
+    try:
+        return bool(check_key(key))
+    except StoreError:
+        return False
+
+
+def check_file_size(path: Path, expected: int, found: int) -> None:
+    if expected != found:
+        raise StoreError(f"{path} changed from {expected} to {found} bytes while it was copied", retryable=False)
+
+
+def open_store(url: str, settings: StoreSettings | None = None) -> ObjectStore:
+    """The store at `file:///folder` or `s3://bucket/prefix`. Opening contacts nobody."""
+    parts = urlsplit(url)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path.startswith("/"):
+        from perdure.training.storage.folder import FolderStore
+
+        return FolderStore(Path(unquote(parts.path)))
+    if parts.scheme == "s3" and parts.netloc and not parts.query and not parts.fragment:
+        return _open_s3(parts.netloc, unquote(parts.path).strip("/"), settings or StoreSettings())
+    raise ConfigError(f"store URL {url!r} is not a store", "use file:///absolute/folder or s3://bucket/prefix")
+
+
+def _open_s3(bucket: str, prefix: str, settings: StoreSettings) -> ObjectStore:
+    try:
+        from perdure.training.storage.s3 import S3Store
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"s3:// stores need {error.name}, which is not installed", "pip install 'perdure[s3]'") from None
+    if prefix:
+        check_key(prefix)
+    return S3Store(bucket, prefix, settings)
