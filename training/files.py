@@ -52,7 +52,8 @@ def fail_point(call: str, target: str | Path) -> None:
 
 def temporary_name(path: Path) -> Path:
     """Beside `path`, so that the rename stays on one file system; readers and `leftovers` know the shape."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unique = f"{os.getpid()}-{os.urandom(4).hex()}"  # on a shared folder another host's process may have our pid
+    return path.with_name(f".{path.name}.{unique}.tmp")
 
 
 def is_temporary(name: str) -> bool:

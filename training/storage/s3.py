@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import boto3
@@ -54,7 +54,7 @@ class S3Store:
     @functools.cached_property
     def client(self) -> Any:  # Any: boto3 builds its clients at run time
         """Explicit time limits: the read limit is also that of a whole part's upload, so it grows with the part."""
-        policy = "when_supported" if self.checksums else "when_required"
+        policy: Literal["when_supported", "when_required"] = "when_supported" if self.checksums else "when_required"
         config = Config(
             connect_timeout=5,
             read_timeout=60 + self._settings.part_mib * 4,

@@ -5,8 +5,9 @@ A part that is there already counts only when its size and MD5 are those of our 
 import contextlib
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import ClientError
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 MAX_PARTS = 10_000
 WIDTH = 4
 _START_AGAIN = {"InvalidPart", "InvalidPartOrder", "NoSuchUpload"}
+Item = TypeVar("Item")
 Stored = dict[int, tuple[int, str]]
 """Part number -> size and ETag, as the server lists them."""
 
@@ -71,14 +73,14 @@ class Upload:
         self._id = upload_id or self._create()
         parts: list[dict[str, Any]] = []  # Any: boto3's shape of a part
         numbered = enumerate(ranges(self._size, self._part), start=1)
-        for part in in_order(lambda item: self._send(item[0], *item[1], stored), self._until_stopped(numbered), width=WIDTH):
+        for part in in_order(lambda item: self._send(item[0], item[1], stored), self._until_stopped(numbered), width=WIDTH):
             parts.append({"PartNumber": part[0], "ETag": part[1]})
             if self._progress:
                 self._progress(part[2])
         check_file_size(self._path, self._size, os.fstat(self._fd).st_size)
         self._complete(parts)
 
-    def _until_stopped(self, items: Any) -> Any:  # Any: an iterator, handed through
+    def _until_stopped(self, items: Iterator[Item]) -> Iterator[Item]:
         for item in items:
             if self._should_stop and self._should_stop():
                 raise TransferStopped(f"upload of {self._key} to {self._store.url} stopped on request; the next push goes on")
@@ -118,7 +120,8 @@ class Upload:
         answer = self._raw("create_multipart_upload", **checksum)
         return str(answer["UploadId"])
 
-    def _send(self, number: int, offset: int, length: int, stored: Stored) -> tuple[int, str, int]:
+    def _send(self, number: int, span: tuple[int, int], stored: Stored) -> tuple[int, str, int]:
+        offset, length = span
         data = os.pread(self._fd, length, offset)
         check_file_size(self._path, length, len(data))
         size, etag = stored.get(number, (0, ""))
