@@ -111,6 +111,8 @@ def check_key(key: str) -> str:
         problem = "has a . or .. part"
     elif any(ord(char) < 32 or 127 <= ord(char) < 160 or 0xD800 <= ord(char) < 0xE000 for char in key):
         problem = "has a control character"
+    elif "\\" in key:  # some servers make a slash of it
+        problem = "has a backslash"
     elif any(files.is_temporary(segment) for segment in segments):
         problem = "looks like a temporary file"
     elif len(key.encode()) > MAX_KEY or any(len(segment.encode()) > MAX_SEGMENT for segment in segments):

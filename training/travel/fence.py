@@ -1,5 +1,6 @@
 """Fencing on the store's side: a store belongs to one run, and a launch token to one launch, by conditional writes."""
 
+import re
 import secrets
 
 import msgspec
@@ -10,11 +11,16 @@ from perdure.training.errors import StoreConflict, StoreError
 from perdure.training.run_dir import RunDir
 from perdure.training.storage.store import ObjectStore
 
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
 
 def remote_run_info(store: ObjectStore) -> RunInfo:
     """The store's run.json. Raises ObjectNotFound, StoreConflict when it is none of ours."""
     try:
-        return msgspec.json.decode(store.get(RunDir.RUN_KEY, limit=MAX_RUN_INFO), type=RunInfo)
+        info = msgspec.json.decode(store.get(RunDir.RUN_KEY, limit=MAX_RUN_INFO), type=RunInfo)
+        if not _RUN_ID.fullmatch(info.id) or info.format != 1:
+            raise msgspec.ValidationError(f"id {info.id[:100]!r}, format {info.format}")
+        return info
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoreConflict(
             f"{store.url}/{RunDir.RUN_KEY} is not a run's: {str(error)[:200]}", "name an empty prefix in store.url"

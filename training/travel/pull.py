@@ -132,9 +132,9 @@ class _Pull:
                 if not digest.local_is(record, path):
                     raise CheckpointDamaged(f"{self._store.url}/{key} is not what its manifest says", part="pack")
         files.write_atomically(folder / MANIFEST, data)
-        location = self._store.url
-        checked = time.time()
-        facts.write_fact(self._run, name, Fact(copy="store", checked_at=checked, result="good", location=location))
+        files.remove(self._run.fact(name, "local"))  # of the copy that was here before
+        fact = Fact(copy="store", checked_at=time.time(), result="good", location=self._store.url)
+        facts.write_fact(self._run, name, fact)
 
     def _check(self, found: Manifest, name: CheckpointName, info: RunInfo) -> None:
         """Before anything is fetched: it is the one asked for, its files are there with these sizes, and there is room."""

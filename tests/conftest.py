@@ -1,0 +1,203 @@
+"""What every test may ask for: a real S3 server (SeaweedFS), one per session, with throw-away keys, stopped at the end."""
+
+import contextlib
+import json
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from perdure.training.storage.s3 import S3Store
+from perdure.training.storage.store import StoreSettings
+
+WEED = Path(sys.executable).parent / "weed"
+BUCKET = "ckpt"
+
+
+@dataclass(frozen=True)
+class Keys:
+    access: str
+    secret: str
+
+    @classmethod
+    def random(cls) -> "Keys":
+        return cls("AK" + secrets.token_hex(9).upper(), secrets.token_hex(20))
+
+    def environment(self) -> dict[str, str]:
+        return {"AWS_ACCESS_KEY_ID": self.access, "AWS_SECRET_ACCESS_KEY": self.secret, "AWS_EC2_METADATA_DISABLED": "true"}
+
+
+@dataclass
+class S3Server:
+    """`endpoint` serves bucket `ckpt`; `admin` may do all, `no_delete` all but delete, `read_only` get and list."""
+
+    endpoint: str
+    admin: Keys
+    no_delete: Keys
+    read_only: Keys
+    pid: int
+    made: list[str] = field(default_factory=list)
+
+    def client(self, keys: Keys | None = None) -> Any:
+        keys = keys or self.admin
+        config = Config(connect_timeout=5, read_timeout=30, retries={"total_max_attempts": 1}, s3={"addressing_style": "path"})
+        return boto3.session.Session(keys.access, keys.secret, region_name="us-east-1").client(
+            "s3", endpoint_url=self.endpoint, config=config
+        )
+
+    def make_bucket(self) -> str:
+        """A fresh, empty bucket; its name."""
+        name = "b" + secrets.token_hex(6)
+        self.client().create_bucket(Bucket=name)
+        self.made.append(name)
+        return name
+
+
+def free_port(*, spare: int = 0) -> int:
+    """A port that nothing uses, below the range the kernel gives out, with `port + offset` free too up to `spare`."""
+    while True:
+        port = 10_100 + secrets.randbelow(20_000)
+        if all(_is_free(port + offset) for offset in range(spare + 1)) and all(
+            _is_free(port + offset + 10_000) for offset in range(spare + 1)
+        ):
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with contextlib.closing(socket.socket()) as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _policy(*statements: dict[str, Any]) -> str:
+    return json.dumps({"Version": "2012-10-17", "Statement": list(statements)})
+
+
+def _identities(admin: Keys, no_delete: Keys, read_only: Keys) -> dict[str, Any]:
+    here = [f"arn:aws:s3:::{BUCKET}", f"arn:aws:s3:::{BUCKET}/*"]
+    writing = ["s3:GetObject", "s3:PutObject", "s3:List*", "s3:AbortMultipartUpload"]
+    deleting = ["s3:DeleteObject", "s3:DeleteObjectVersion", "s3:DeleteBucket"]
+
+    def identity(name: str, keys: Keys, **rights: Any) -> dict[str, Any]:
+        return {"name": name, "credentials": [{"accessKey": keys.access, "secretKey": keys.secret}], **rights}
+
+    return {
+        "identities": [
+            identity("admin", admin, actions=["Admin"]),
+            identity("no-delete", no_delete, policyNames=["no-delete"]),
+            identity("read-only", read_only, actions=[f"Read:{BUCKET}", f"List:{BUCKET}"]),
+        ],
+        "policies": [
+            {
+                "name": "no-delete",
+                "content": _policy(
+                    {"Effect": "Allow", "Action": writing, "Resource": here},
+                    {"Effect": "Deny", "Action": deleting, "Resource": here},
+                ),
+            }
+        ],
+    }
+
+
+def _start_weed(folder: Path, identities: dict[str, Any]) -> tuple[subprocess.Popen[bytes], int]:
+    config = folder / "s3.json"
+    config.write_text(json.dumps(identities))
+    config.chmod(0o600)
+    port = free_port(spare=34)
+    log = open(folder / "weed.log", "wb")
+    with log:
+        process = subprocess.Popen(
+            [
+                *(WEED, "-logtostderr=true", "mini", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+                *("-master.telemetry=false", f"-master.port={port}", f"-volume.port={port + 1}", f"-filer.port={port + 2}"),
+                *(f"-s3.port={port + 33}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"),
+                *(f"-admin.port={port + 3}", f"-s3.config={config}"),
+                *("-s3.allowDeleteBucketNotEmpty=false", "-s3.autoCreateBucket=false"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+        )
+    return process, port + 33
+
+
+def _until_serving(server: S3Server, process: "subprocess.Popen[bytes]", folder: Path) -> None:
+    """A 200 from /healthz comes too early: ready means that a PUT and a GET work."""
+    client, deadline = server.client(), time.monotonic() + 60
+    while True:
+        try:
+            with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
+                client.create_bucket(Bucket=BUCKET)
+            client.put_object(Bucket=BUCKET, Key="probe", Body=b"x" * 100_000)
+            with client.get_object(Bucket=BUCKET, Key="probe")["Body"] as body:
+                assert len(body.read()) == 100_000
+            client.delete_object(Bucket=BUCKET, Key="probe")
+            assert process.poll() is None
+            return
+        except (BotoCoreError, ClientError):
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail("weed did not come up:\n" + (folder / "weed.log").read_text()[-3000:])
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    folder = tmp_path_factory.mktemp("weed")
+    (folder / "data").mkdir()
+    keys = Keys.random(), Keys.random(), Keys.random()
+    process, port = _start_weed(folder, _identities(*keys))
+    server = S3Server(f"http://127.0.0.1:{port}", *keys, pid=process.pid)
+    try:
+        _until_serving(server, process, folder)
+        yield server
+    finally:
+        process.send_signal(signal.SIGKILL)  # a throw-away server: SIGTERM takes seconds
+        process.wait()
+        shutil.rmtree(folder / "data", ignore_errors=True)
+
+
+@pytest.fixture
+def s3_keys(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The server, with its admin key in the environment, as a user would have it."""
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    for name, value in s3_server.admin.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3_server
+
+
+@pytest.fixture
+def open_s3(s3_keys: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., S3Store]]:
+    """Opens stores on the server (or another endpoint), under a fresh prefix unless told, and closes them at the end."""
+    opened: list[S3Store] = []
+
+    def open_one(
+        *, bucket: str = BUCKET, prefix: str = "", keys: Keys | None = None, endpoint: str = "", part_mib: int = 5, **more: Any
+    ) -> S3Store:
+        for name, value in (keys or s3_keys.admin).environment().items():
+            monkeypatch.setenv(name, value)
+        settings = StoreSettings(endpoint_url=endpoint or s3_keys.endpoint, region="us-east-1", part_mib=part_mib, **more)
+        store = S3Store(bucket, prefix or f"runs/{secrets.token_hex(6)}", settings)
+        opened.append(store)
+        assert store.client  # made now, with these keys
+        return store
+
+    yield open_one
+    for store in opened:
+        store.client.close()
