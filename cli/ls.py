@@ -1,0 +1,53 @@
+"""`perdure ls`: every checkpoint of a run, with launch, trust, sizes and digest; then what a crash left."""
+
+import argparse
+from typing import Any
+
+from perdure.cli import render
+from perdure.cli.target import add_target, resolve
+from perdure.training.checkpoint import catalog
+from perdure.training.checkpoint.catalog import Listed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+
+
+def describe(listed: Listed) -> dict[str, Any]:  # Any: JSON values
+    """The JSON object of one checkpoint."""
+    manifest = listed.manifest
+    known: dict[str, Any] = {
+        "name": str(listed.name), "step": listed.name.step, "token": listed.name.token, "trust": listed.trust,
+        "in_lineage": listed.in_lineage, "bytes_on_disk": listed.bytes_on_disk,
+        "raw_bytes": manifest.raw_bytes if manifest else None, "state_digest": manifest.state_digest if manifest else None,
+        "created": manifest.created if manifest else None,
+    }  # fmt: skip
+    return known | ({"problem": listed.problem} if listed.problem else {})
+
+
+def run(args: argparse.Namespace) -> int:
+    target = resolve(args.target, args.set)
+    info = target.started()
+    listed = catalog.list_checkpoints(target.run)
+    leftovers = [str(path.relative_to(target.run.root)) for path in catalog.leftovers(target.run)]
+    if args.json:
+        head = {"id": info.id, "name": info.name, "dir": str(target.run.root), "steps": target.steps}
+        render.print_json({"run": head, "checkpoints": [describe(one) for one in listed], "leftovers": leftovers})
+        return 0
+    if not listed:
+        print(f"run {info.id} in {target.run.root} has no checkpoint yet")
+    else:
+        columns = ("step", "launch", "trust", "on disk", "raw", "created", "state digest", "note")
+        render.table(columns, [_row(one) for one in listed])
+    other = [path for path in leftovers if not any(path == f"checkpoints/{one.name}" for one in listed)]
+    if other:
+        print(f"{len(other)} leftovers of a crash, first {other[0]}")
+    return 0
+
+
+def _row(one: Listed) -> tuple[object, ...]:
+    manifest = one.manifest
+    note = one.problem or ("" if one.in_lineage else "not in the present history")
+    sizes = (render.size(one.bytes_on_disk), render.size(manifest.raw_bytes) if manifest else "?")
+    shown = (render.when(manifest.created), manifest.state_digest[:16]) if manifest else ("?", "?")
+    return (one.name.step, one.name.token, one.trust, *sizes, *shown, note)

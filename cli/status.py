@@ -1,0 +1,142 @@
+"""`perdure status`: where a run stands, read from its directory alone, whoever runs it."""
+
+import argparse
+import time
+from typing import Any
+
+import msgspec
+
+from perdure.cli import render
+from perdure.cli.target import Target, add_target, resolve
+from perdure.training import files
+from perdure.training.agent import lock
+from perdure.training.checkpoint import catalog, lineage
+from perdure.training.run_dir import RunDir
+
+_Status = dict[str, Any]  # Any: JSON values
+_GOOD = ("verified", "replicated")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+
+
+def read_progress(run: RunDir) -> _Status | None:
+    """What the newest agent published last."""
+    try:
+        progress = msgspec.json.decode(files.read_limited(run.progress_json, 4096))
+    except (OSError, ValueError):
+        return None
+    return progress if isinstance(progress, dict) and isinstance(progress.get("step"), int) else None
+
+
+def collect(target: Target) -> _Status:
+    """The JSON object of `status --json`."""
+    run, launches = target.run, lineage.read_launches(target.run)
+    names = catalog.candidates(run)
+    held, progress = lock.is_held(run), read_progress(run)
+    committed = names[0].step if names else 0
+    live = progress if held and progress and progress.get("token") == max(launches, default=-1) else None
+    status: _Status = {
+        "run_id": target.info.id if target.info else None,
+        "name": target.name,
+        "run_dir": str(run.root),
+        "state": _state(target, names, launches, held, live),
+        "step": max(live["step"], committed) if live else committed,
+        "total_steps": target.steps,
+        "launches": len(launches),
+        "newest_committed_step": names[0].step if names else None,
+        "newest_verified_step": _step(catalog.newest_with(run, _GOOD)),
+        "newest_replicated_step": _step(catalog.newest_with(run, ("replicated",))),
+        "store_url": target.store_url or None,
+        "holder": _holder(run) if held else None,
+        "trainer": _trainer(live) if live else None,
+        "last_failure": _last_failure(run, launches),
+    }
+    return status
+
+
+def _step(name: Any) -> int | None:  # Any: a CheckpointName or None
+    return name.step if name is not None else None
+
+
+def _state(target: Target, names: list[Any], launches: dict[int, Any], held: bool, live: _Status | None) -> str:  # Any: records
+    """new, running, stopping, stopped, failed, complete or complete_not_replicated."""
+    if held:
+        return "stopping" if target.run.stop_request.exists() or (live or {}).get("state") == "stopping" else "running"
+    if names and names[0].step >= target.steps:
+        newest = catalog.newest_with(target.run, ("replicated",))
+        return "complete" if not target.store_url or newest == names[0] else "complete_not_replicated"
+    if not launches:
+        return "new"
+    end = lineage.read_end(target.run, max(launches))
+    return "stopped" if end is not None and end.reason == "stopped" else "failed"
+
+
+def _holder(run: RunDir) -> _Status | None:
+    holder = lock.read_holder(run)
+    return {"pid": holder.process.pid, "host": holder.process.host, "since": holder.since} if holder else None
+
+
+def _trainer(live: _Status) -> _Status:
+    quiet = round(max(0.0, time.time() - float(live.get("time", 0))), 1)
+    return {
+        "launch": live.get("token"),
+        "state": live.get("state"),
+        "counter": live.get("counter"),
+        "seconds_since_beat": quiet,
+    }
+
+
+def _last_failure(run: RunDir, launches: dict[int, Any]) -> _Status | None:  # Any: records
+    for token in sorted(launches, reverse=True):
+        end = lineage.read_end(run, token)
+        if end is not None and end.reason == "failed":
+            told = {"class": end.error_class, "step": end.step, "detail": end.detail, "time": end.ended}
+            return {"launch": token, **told, "log_tail": end.log_tail}
+        if end is None and token == max(launches) and not lock.is_held(run):
+            detail = "left no word: killed, or its machine was lost"
+            return {"launch": token, "class": "infrastructure", "step": None, "detail": detail, "time": None, "log_tail": ""}
+    return None
+
+
+def run(args: argparse.Namespace) -> int:
+    status = collect(resolve(args.target, args.set))
+    if args.json:
+        render.print_json(status)
+    else:
+        for label, text in lines(status):
+            print(f"{label:<14}{text}")
+    return 0
+
+
+def lines(status: _Status) -> list[tuple[str, str]]:
+    """What people read."""
+    total, step = status["total_steps"], status["step"]
+    shown = [("run", f"{status['name']} ({status['run_id'] or 'not started'})"), ("directory", status["run_dir"])]
+    shown += [
+        ("state", status["state"].replace("_", " ")),
+        ("step", f"{step} of {total} ({step / total:.0%}), {status['launches']} launches"),
+    ]
+    newest = [
+        f"{word} {status[f'newest_{word}_step']}"
+        for word in ("committed", "verified", "replicated")
+        if status[f"newest_{word}_step"] is not None
+    ]
+    shown += [("newest", ", ".join(newest) or "no checkpoint yet"), ("store", status["store_url"] or "none")]
+    if status["holder"]:
+        holder = status["holder"]
+        shown.append(("held by", f"process {holder['pid']} on {holder['host']} since {render.when(holder['since'])}"))
+    if status["trainer"]:
+        trainer = status["trainer"]
+        beat = render.age(trainer["seconds_since_beat"])
+        shown.append(("trainer", f"launch {trainer['launch']}, {trainer['state']}, last beat {beat} ago"))
+    if status["last_failure"]:
+        shown.append(("last failure", _describe(status["last_failure"])))
+    return shown
+
+
+def _describe(failure: _Status) -> str:
+    where = f" at step {failure['step']}" if failure["step"] is not None else ""
+    ago = f", {render.age(time.time() - failure['time'])} ago" if failure["time"] is not None else ""
+    return f"{failure['class']}{where}, launch {failure['launch']}{ago}: {failure['detail']}"

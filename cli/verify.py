@@ -1,0 +1,115 @@
+"""`perdure verify`: read checkpoints back, decode them, compare every digest; name damaged tensors; record the facts."""
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from perdure.cli import render
+from perdure.cli.target import Target, add_selection, add_target, resolve, select
+from perdure.training import events
+from perdure.training.checkpoint import facts, lineage
+from perdure.training.checkpoint.facts import Fact
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
+from perdure.training.run_dir import CheckpointName, RunDir
+
+if TYPE_CHECKING:
+    from perdure.training.checkpoint.verify import Damage
+
+SHOWN = 20
+"""Lines of damage printed for one checkpoint; --json has all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    name: CheckpointName
+    damage: "list[Damage]"
+    seconds: float
+    bytes: int
+    note: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    add_selection(parser, "only the checkpoint")
+    parser.add_argument(
+        "--quick", action="store_true", help="stored bytes only, without decoding; proves less, records only damage"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    target = resolve(args.target, args.set)
+    target.started()
+    names = _chosen(target, args)
+    checked = []
+    for name in names:
+        with render.Progress(f"step {name.step}", 0, quiet=args.json) as progress:
+            one = check(target.run, name, quick=args.quick, progress=progress)
+        checked.append(one)
+        if not args.json:
+            _print(one)
+    damaged = [one for one in checked if one.damage]
+    if args.json:
+        render.print_json(
+            {"run_dir": str(target.run.root), "deep": not args.quick, "checkpoints": [_json(one) for one in checked]}
+        )
+    else:
+        print(f"{len(checked)} checked, {len(damaged)} damaged")
+    return CheckpointDamaged.exit_code if damaged else 0
+
+
+def _chosen(target: Target, args: argparse.Namespace) -> list[CheckpointName]:
+    everything = lineage.committed(target.run)
+    if args.step is not None or args.name is not None:
+        return [select(target, everything, lineage.lineage(target.run), args)]
+    if not everything:
+        raise CheckpointNotFound(f"{target.run.root} has no checkpoint yet", "see `perdure status`")
+    return everything
+
+
+def check(run: RunDir, name: CheckpointName, *, quick: bool, progress: render.Progress) -> Checked:
+    """Look for all damage of one checkpoint and record what was found. A quick look that finds nothing proves too little."""
+    from perdure.training.checkpoint.verify import verify_folder
+
+    started = time.monotonic()
+    folder = run.checkpoint(name)
+    damage = verify_folder(folder, deep=not quick, progress=progress.at)
+    seconds = time.monotonic() - started
+    note = _record(run, name, damage) if damage or not quick else ""
+    size = sum(path.lstat().st_size for path in folder.iterdir())
+    return Checked(name=name, damage=damage, seconds=seconds, bytes=size, note=note)
+
+
+def _record(run: RunDir, name: CheckpointName, damage: "list[Damage]") -> str:
+    """The fact, and an event when the checkpoint is quarantined by it. A folder we may not write to is still worth checking."""
+    before = facts.trust(run, name)
+    lines = tuple(f"{one.part}: {one.detail}" for one in damage)
+    result = "damaged" if damage else "good"
+    fact = Fact(copy="local", checked_at=time.time(), result=result, damage=lines, location=str(run.checkpoint(name)))
+    try:
+        facts.write_fact(run, name, fact)
+        if damage and before != "quarantined":
+            events.record(run, "quarantined", step=name.step, name=str(name), reason="; ".join(lines[:5])[:2000])
+    except OSError as error:
+        return f"not recorded: {error.strerror}"
+    return ""
+
+
+def _print(one: Checked) -> None:
+    word = "DAMAGED" if one.damage else "good"
+    rate = f"{render.size(one.bytes)} in {one.seconds:.2f} s"
+    print(f"{one.name}  {word}  {rate}" + (f"  ({one.note})" if one.note else ""))
+    for damage in one.damage[:SHOWN]:
+        print(f"    {damage.part}: {damage.detail}")
+    if len(one.damage) > SHOWN:
+        print(f"    and {len(one.damage) - SHOWN} more; --json lists all")
+    sys.stdout.flush()
+
+
+def _json(one: Checked) -> dict[str, object]:
+    return {
+        "name": str(one.name), "step": one.name.step, "token": one.name.token, "result": "damaged" if one.damage else "good",
+        "damage": [{"part": damage.part, "detail": damage.detail} for damage in one.damage],
+        "seconds": round(one.seconds, 3), "bytes": one.bytes, "note": one.note,
+    }  # fmt: skip

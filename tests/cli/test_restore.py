@@ -1,0 +1,125 @@
+"""`restore` writes what others can read: safetensors without torch, and a torch file that needs no pickle."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from perdure.training.engine import state
+
+Command = Callable[..., Any]
+
+
+def test_safetensors_holds_the_tensors_of_the_newest_checkpoint(made: Any, command: Command, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    answer = command("restore", made.run.root, out, "--json")
+    assert answer.code == 0
+    assert (answer.json["step"], answer.json["name"], answer.json["out"]) == (40, "000000000040-0001", str(out))
+    tensors = load_file(out)
+    assert tensors["model/weight"].shape == (64, 16)
+    assert tensors["model/weight"].tobytes() == bytes(range(256)) * 16
+    assert int(tensors["model/step"]) == 40
+    assert out.stat().st_mode & 0o777 == 0o600
+
+
+def test_step_and_glob_choose(made: Any, command: Command, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    assert command("restore", made.run.root, out, "--step", "20", "--only", "model/s*").code == 0
+    tensors = load_file(out)
+    assert set(tensors) == {"model/step"}
+    assert int(tensors["model/step"]) == 20
+
+
+def test_restoring_imports_no_torch(made: Any, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "perdure.cli",
+        "restore",
+        str(made.run.root),
+        str(tmp_path / "o.safetensors"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()} & {"torch", "prefect", "boto3"}
+
+
+def test_damage_is_refused_and_leaves_no_file(made: Any, command: Command, tmp_path: Path) -> None:
+    made.damage(40, "model/weight")
+    for name in ("out.safetensors", "out.pt"):
+        answer = command("restore", made.run.root, tmp_path / name)
+        assert answer.code == 5, answer.err
+        assert not [path.name for path in tmp_path.iterdir() if path.name.startswith((name, f".{name}"))]
+
+
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [("x.bin", "no known ending"), ("missing/x.pt", "is no folder"), ("there.pt", "exists"), ("folder.pt", "is a folder")],
+)
+def test_bad_output_is_refused_before_anything_is_read(
+    out: str, says: str, made: Any, command: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "there.pt").write_text("mine")
+    (tmp_path / "folder.pt").mkdir()
+    answer = command("restore", made.run.root, tmp_path / out)
+    assert answer.code == 2
+    assert says in answer.err
+    assert (tmp_path / "there.pt").read_text() == "mine"
+
+
+def test_dry_run_writes_nothing_and_force_replaces(made: Any, command: Command, tmp_path: Path) -> None:
+    out = tmp_path / "there.safetensors"
+    out.write_text("mine")
+    assert command("restore", made.run.root, out, "--force", "--dry-run").code == 0
+    assert out.read_text() == "mine"
+    assert command("restore", made.run.root, out, "--force").code == 0
+    assert "model/weight" in load_file(out)
+
+
+def test_torch_file_is_the_state_dicts_and_loads_without_pickle(made: Any, command: Command, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4)).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    for _ in range(3):
+        model(torch.randn(2, 3, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    tracked = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    leaves = {}
+    for leaf in state.collect(tracked):
+        value = leaf.value
+        data = (
+            value if isinstance(value, bytes) else value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+        leaves[leaf.path] = (leaf.kind, leaf.dtype, leaf.shape, bytes(data))
+    made.write(60, leaves=leaves)
+
+    out = tmp_path / "all.pt"
+    answer = command("restore", made.run.root, out, "--json")
+    assert answer.code == 0, answer.err
+    assert answer.json["objects"] == ["model", "optimizer", "scheduler"]
+    loaded = torch.load(out, weights_only=True)
+    assert list(loaded["model"]) == list(model.state_dict())
+    for key, value in model.state_dict().items():
+        assert torch.equal(loaded["model"][key], value)
+        assert loaded["model"][key].dtype is torch.bfloat16
+    fresh = torch.optim.AdamW(model.parameters(), lr=1.0)
+    fresh.load_state_dict(loaded["optimizer"])
+    assert fresh.state_dict()["param_groups"][0]["lr"] == optimizer.param_groups[0]["lr"]
+    for index, values in optimizer.state_dict()["state"].items():
+        assert torch.equal(fresh.state_dict()["state"][index]["exp_avg"], values["exp_avg"])
+    assert loaded["scheduler"]["last_epoch"] == 3
+
+    only = tmp_path / "model.pt"
+    assert command("restore", made.run.root, only, "--only", "mod*").code == 0
+    assert list(torch.load(only, weights_only=True)) == ["model"]
+    none = command("restore", made.run.root, tmp_path / "no.pt", "--only", "generator")
+    assert none.code == 4
+    assert "it has model, optimizer, scheduler" in none.err
