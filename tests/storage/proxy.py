@@ -23,6 +23,8 @@ class Seen:
         query = urlsplit(self.path).query
         if self.method == "POST":
             return "create" if query.startswith("uploads") else "delete" if query.startswith("delete") else "complete"
+        if self.method == "GET" and query.startswith(("uploads", "list-type", "prefix", "uploadId")):
+            return "list"
         return "part" if self.method == "PUT" and "partNumber=" in query else self.method.lower()
 
 

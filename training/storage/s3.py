@@ -141,12 +141,17 @@ class S3Store:
         """At most `limit` + 1 bytes of the body and the answer's fields; a cut body is asked for again."""
         for attempt in range(BODY_ATTEMPTS):
             answer = self._call("get_object", key, Key=self.full_key(key), **arguments)
+            expected = min(int(answer["ContentLength"]), limit + 1)
             try:
                 with answer["Body"] as body:
-                    return body.read(limit + 1), answer
+                    data: bytes = body.read(expected)
+                if len(data) == expected:  # botocore itself does not notice that a read with a limit came up short
+                    return data, answer
+                problem = StoreError(f"{self._where(key)}: the answer of {self._endpoint} ended early")
             except BotoCoreError as error:
-                if attempt == BODY_ATTEMPTS - 1:
-                    raise s3_errors.from_client(error, self._where(key), self._endpoint) from error
+                problem = s3_errors.from_client(error, self._where(key), self._endpoint)
+            if attempt == BODY_ATTEMPTS - 1:
+                raise problem
         raise AssertionError("unreachable")
 
     def get(self, key: str, *, limit: int) -> bytes:
