@@ -1,0 +1,81 @@
+"""push is killed before each of its calls to the store in turn: the store never shows half a checkpoint."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.storage.store import ObjectStore, StoreSettings
+from perdure.training.travel.pull import pull
+from perdure.training.travel.push import push
+
+MadeRun = Any
+
+
+def push_killed_at(call: int, store: ObjectStore, run: RunDir, name: CheckpointName) -> int:
+    """Exit status of a push that dies before its `call`-th call; 0 when it makes fewer."""
+    settings = json.dumps(dataclasses.asdict(getattr(store, "_settings", StoreSettings())))
+    command = [sys.executable, str(Path(__file__).with_name("pusher.py")), store.url, settings, str(run.root), str(name)]
+    done = subprocess.run(command, env={**os.environ, "PERDURE_FAIL": f"push:kill:{call}"}, capture_output=True)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
+    return done.returncode
+
+
+def test_killed_anywhere_another_machine_gets_the_old_or_the_new_and_the_next_push_finishes(
+    store: ObjectStore, made: MadeRun, tmp_path: Path
+) -> None:
+    old, new = made.commit(100, 1), made.commit(200, 1, pack=(6 << 20) if store.url.startswith("s3") else 3000)
+    push(made.dir, store, old)
+    before = tmp_path / "before"
+    shutil.copytree(made.dir.root, before)
+    call, pulled = 0, []
+    while True:
+        call += 1
+        status = push_killed_at(call, store, made.dir, new)
+        elsewhere = RunDir(tmp_path / f"machine-{call}")
+        pulled.append(pull(store, elsewhere))
+        for file in ("rank-00000.pack", "rank-00000.index", "manifest.json"):
+            name = pulled[-1]
+            assert (elsewhere.checkpoint(name) / file).read_bytes() == (made.dir.checkpoint(name) / file).read_bytes()
+        shutil.rmtree(elsewhere.root)
+        if status == 0:
+            break
+        if call % 4 == 0 or pulled[-1] == new:  # and the next push finishes what was begun
+            push(made.dir, store, new)
+            assert pull(store, elsewhere) == new
+            shutil.rmtree(elsewhere.root)
+        store.delete([info.key for info in store.list(RunDir.checkpoint_key(new, ""))])
+        store.abort_uploads("", older_than_secs=-5)
+        shutil.rmtree(made.dir.root)
+        shutil.copytree(before, made.dir.root)
+    assert pulled[0] == old
+    assert pulled[-1] == new
+    assert pulled == sorted(pulled)  # once the manifest is there it stays
+    assert len(pulled) > 10
+
+
+def test_the_manifest_is_sent_after_everything_it_names(open_s3: Callable[..., Any], made: MadeRun) -> None:
+    store = open_s3()
+    name = made.commit(100, 1, pack=11 << 20, ranks=3)
+    order: list[str] = []
+    raw = store.raw
+
+    def noted(operation: str, key: str, **arguments: Any) -> Any:
+        answer = raw(operation, key, **arguments)
+        if operation in ("put_object", "complete_multipart_upload"):
+            order.append(key.rpartition("/")[2])
+        return answer
+
+    store.raw = noted
+    push(made.dir, store, name)
+    assert order[:2] == ["run.json", "0001.json"]
+    assert order[2:5] == [f"rank-{rank:05d}.pack" for rank in range(3)]
+    assert order[5:8] == [f"rank-{rank:05d}.index" for rank in range(3)]
+    assert order[8:] == ["manifest.json", "check.json"]
