@@ -20,9 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("out", metavar="OUT", help="file to write: name.safetensors or name.pt")
     add_selection(parser, "the checkpoint")
-    parser.add_argument(
-        "--only", metavar="GLOB", help="tensor paths to write, e.g. 'model/*'; for .pt names of tracked objects"
-    )
+    parser.add_argument("--only", metavar="GLOB", help="names to write, e.g. 'model.*'; for .pt names of tracked objects")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written")
 

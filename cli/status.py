@@ -37,11 +37,12 @@ def collect(target: Target) -> _Status:
     held, progress = lock.is_held(run), read_progress(run)
     committed = names[0].step if names else 0
     live = progress if held and progress and progress.get("token") == max(launches, default=-1) else None
+    state = _state(target, names, launches, held, live)
     status: _Status = {
         "run_id": target.info.id if target.info else None,
         "name": target.name,
         "run_dir": str(run.root),
-        "state": _state(target, names, launches, held, live),
+        "state": state,
         "step": max(live["step"], committed) if live else committed,
         "total_steps": target.steps,
         "launches": len(launches),
@@ -51,7 +52,7 @@ def collect(target: Target) -> _Status:
         "store_url": target.store_url or None,
         "holder": _holder(run) if held else None,
         "trainer": _trainer(live) if live else None,
-        "last_failure": _last_failure(run, launches),
+        "last_failure": _last_failure(run, launches, state),
     }
     return status
 
@@ -88,13 +89,13 @@ def _trainer(live: _Status) -> _Status:
     }
 
 
-def _last_failure(run: RunDir, launches: dict[int, Any]) -> _Status | None:  # Any: records
+def _last_failure(run: RunDir, launches: dict[int, Any], state: str) -> _Status | None:  # Any: records
     for token in sorted(launches, reverse=True):
         end = lineage.read_end(run, token)
         if end is not None and end.reason == "failed":
             told = {"class": end.error_class, "step": end.step, "detail": end.detail, "time": end.ended}
             return {"launch": token, **told, "log_tail": end.log_tail}
-        if end is None and token == max(launches) and not lock.is_held(run):
+        if end is None and token == max(launches) and state == "failed":
             detail = "left no word: killed, or its machine was lost"
             return {"launch": token, "class": "infrastructure", "step": None, "detail": detail, "time": None, "log_tail": ""}
     return None

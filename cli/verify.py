@@ -86,7 +86,7 @@ def _record(run: RunDir, name: CheckpointName, damage: "list[Damage]") -> str:
     before = facts.trust(run, name)
     lines = tuple(f"{one.part}: {one.detail}" for one in damage)
     result = "damaged" if damage else "good"
-    fact = Fact(copy="local", checked_at=time.time(), result=result, damage=lines, location=str(run.checkpoint(name)))
+    fact = Fact(copy="local", checked_at=time.time(), result=result, damage=lines, location=str(name))
     try:
         facts.write_fact(run, name, fact)
         if damage and before != "quarantined":

@@ -107,6 +107,7 @@ def test_status_tells_complete_from_not_replicated(made: Any, command: Command) 
     assert state_of(made, command)["state"] == "complete_not_replicated"
     fact(made, 60, "store")
     assert state_of(made, command)["state"] == "complete"
+    assert state_of(made, command)["last_failure"] is None
     assert "state         complete" in command("status", made.run.root).out
 
 

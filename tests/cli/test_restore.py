@@ -21,18 +21,18 @@ def test_safetensors_holds_the_tensors_of_the_newest_checkpoint(made: Any, comma
     assert answer.code == 0
     assert (answer.json["step"], answer.json["name"], answer.json["out"]) == (40, "000000000040-0001", str(out))
     tensors = load_file(out)
-    assert tensors["model/weight"].shape == (64, 16)
-    assert tensors["model/weight"].tobytes() == bytes(range(256)) * 16
-    assert int(tensors["model/step"]) == 40
+    assert tensors["model.weight"].shape == (64, 16)
+    assert tensors["model.weight"].tobytes() == bytes(range(256)) * 16
+    assert int(tensors["model.step"]) == 40
     assert out.stat().st_mode & 0o777 == 0o600
 
 
 def test_step_and_glob_choose(made: Any, command: Command, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
-    assert command("restore", made.run.root, out, "--step", "20", "--only", "model/s*").code == 0
+    assert command("restore", made.run.root, out, "--step", "20", "--only", "model.s*").code == 0
     tensors = load_file(out)
-    assert set(tensors) == {"model/step"}
-    assert int(tensors["model/step"]) == 20
+    assert set(tensors) == {"model.step"}
+    assert int(tensors["model.step"]) == 20
 
 
 def test_restoring_imports_no_torch(made: Any, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_dry_run_writes_nothing_and_force_replaces(made: Any, command: Command, 
     assert command("restore", made.run.root, out, "--force", "--dry-run").code == 0
     assert out.read_text() == "mine"
     assert command("restore", made.run.root, out, "--force").code == 0
-    assert "model/weight" in load_file(out)
+    assert "model.weight" in load_file(out)
 
 
 def test_torch_file_is_the_state_dicts_and_loads_without_pickle(made: Any, command: Command, tmp_path: Path) -> None:
