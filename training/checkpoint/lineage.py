@@ -1,4 +1,4 @@
-"""Launch records and the lineage they define: which checkpoints belong to the present history of a run, and which to a zombie's."""
+"""Launch records and the lineage they define: which checkpoints belong to the present history, and which to a zombie's."""
 
 import re
 
