@@ -262,7 +262,10 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.lora_a, self.lora_b = nn.Parameter(torch.randn(2, base.in_features)), nn.Parameter(torch.zeros(base.out_features, 2))
+        self.lora_a, self.lora_b = (
+            nn.Parameter(torch.randn(2, base.in_features)),
+            nn.Parameter(torch.zeros(base.out_features, 2)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + x @ self.lora_a.T @ self.lora_b.T  # type: ignore[no-any-return]

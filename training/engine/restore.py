@@ -10,7 +10,16 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from perdure.training.checkpoint.plain import unpack_plain
 from perdure.training.engine import compare, replanning
 from perdure.training.engine.leaves import Decoder, Read
-from perdure.training.engine.state import INVENTORY, Tracked, group_names, group_options, kind_of, note_built, parameter_names
+from perdure.training.engine.state import (
+    INVENTORY,
+    Tracked,
+    group_names,
+    group_options,
+    kind_of,
+    loader_generators,
+    note_built,
+    parameter_names,
+)
 from perdure.training.errors import CheckpointDamaged, ConfigError, PerdureError
 
 _ORDER = ("module", "optimizer", "scheduler", "scaler", "object")
@@ -60,6 +69,8 @@ def _load(obj: Any, decoder: Decoder, plain: dict[str, Any], names: dict[int, st
             obj.load_state_dict(decoder.decode(plain["state"]))
             if isinstance(obj, StatefulDataLoader):
                 obj.state_dict()  # makes the iterator now: made later, it would draw from the restored generators
+                for generator, state in zip(loader_generators(obj), decoder.decode(plain.get("generators", [])), strict=True):
+                    generator.set_state(state)
     except PerdureError:
         raise
     except _LOAD_ERRORS as error:
@@ -98,6 +109,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, decoder: Decoder, plain: di
     packed = {**decoder.decode(plain["extra"]), "state": {index.get(key, key): value for key, value in state.items()}}
     optimizer.load_state_dict({**packed, "param_groups": groups})
     _keep_dtypes(optimizer, state, by_name)
+    if state:  # steps were made before the cut: torch must not warn of a schedule that starts without one
+        vars(optimizer)["_opt_called"] = True
 
 
 def _as_laid_out(state: Any, parameter: torch.Tensor | None) -> Any:  # Any: one parameter's optimizer state

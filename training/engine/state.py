@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from perdure.training.engine.leaves import Encoder, Leaf, dtype_name, escape, plain_leaf
 from perdure.training.engine.rng import preserving
@@ -59,6 +60,8 @@ def collect_one(name: str, obj: Any, names: Mapping[int, str]) -> list[Leaf]:  #
         plain = {"kind": kind_of(obj), "type": type_name(obj), "state": encoder.encode(obj.state_dict(), "")}
         if isinstance(obj, LRScheduler):
             plain["built"] = _BUILT.get(obj)
+        if generators := loader_generators(obj):
+            plain["generators"] = encoder.encode([generator.get_state() for generator in generators], "%generators")
     return [plain_leaf(name, plain), *encoder.leaves]
 
 
@@ -75,6 +78,15 @@ def kind_of(obj: Any) -> str:  # Any: a tracked object
 
 def type_name(obj: Any) -> str:  # Any: a tracked object
     return f"{type(obj).__module__}.{type(obj).__qualname__}"
+
+
+def loader_generators(obj: Any) -> list[torch.Generator]:  # Any: a tracked object
+    """Generators a StatefulDataLoader shares with its shuffling sampler. It puts them back without the draw that making the
+    iterator takes, so the next epoch's order would differ. Drawing with replacement it must do by itself: it runs ahead."""
+    if not isinstance(obj, StatefulDataLoader) or getattr(obj.sampler, "replacement", False):
+        return []
+    found = {id(generator): generator for generator in (obj.generator, getattr(obj.sampler, "generator", None))}
+    return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
 
 
 def parameter_names(tracked: Tracked) -> dict[int, str]:
