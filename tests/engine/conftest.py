@@ -1,4 +1,4 @@
-"""The harness of this room: run a training in lives, each cut and resumed through bytes, and compare with one that was not cut."""
+"""The harness of this room: a training in lives, each cut and resumed through bytes, compared with one that was not cut."""
 
 import hashlib
 import random

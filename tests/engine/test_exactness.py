@@ -1,5 +1,6 @@
 """Cut anywhere, resumed through bytes: bit for bit the training that was not cut."""
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,10 @@ from perdure.training.engine.data import ResumableLoader, ResumableSampler
 
 # torchdata 0.11 calls a function that torch 2.13 deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+def flat(parts: Any) -> list[int]:
+    return list(itertools.chain.from_iterable(parts))
 
 
 def tiny() -> nn.Sequential:
@@ -166,7 +171,7 @@ def test_gradient_accumulation_goes_on_bit_for_bit(harness: Any) -> None:
         return harness.Training({"model": model, "optimizer": optimizer, "loader": loader}, step)
 
     whole = harness.assert_cuts_do_not_matter(build, 8, (3,), (4, 5))
-    assert sorted(sum(whole.returned[:4], [])) == list(range(64))
+    assert sorted(flat(whole.returned[:4])) == list(range(64))
 
 
 def test_batch_norm_and_channels_last_convolutions_go_on_bit_for_bit(harness: Any) -> None:
@@ -404,7 +409,7 @@ def test_a_shuffle_buffer_in_the_state_loses_and_repeats_nothing(harness: Any) -
 
     whole, resumed = harness.run(build, 100), harness.run(build, 100, (30, 95))
     assert resumed.returned == whole.returned
-    assert sorted(sum(resumed.returned, [])) == list(range(1000))
+    assert sorted(flat(resumed.returned)) == list(range(1000))
 
 
 def iter_late(loader: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Learning rates after a resume: the numbers of the uninterrupted run, or, with another plan, a refusal or that plan's numbers."""
+"""Learning rates after a resume: those of the uninterrupted run; with another plan, a refusal or that plan's."""
 
 from collections.abc import Callable
 from typing import Any

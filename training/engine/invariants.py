@@ -89,15 +89,16 @@ class StepWatch:
         self._handles = [handle for name in self._optimizers for handle in self._hook(name)]
 
     def _hook(self, name: str) -> Iterator[Any]:  # Any: removable handles of two kinds
-        optimizer = self._optimizers[name]
+        # torch holds hooks where Python's collector does not look: they must not hold the watch and with it everything tracked
+        optimizer, made, in_step, unused = self._optimizers[name], self.made, self._in_step, self._unused
 
         def stepped(*_: object) -> None:
-            self.made[name] += 1
-            self._in_step[name] += 1
-            self._unused[name] = False
+            made[name] += 1
+            in_step[name] += 1
+            unused[name] = False
 
         def accumulated(_: torch.Tensor) -> None:
-            self._unused[name] = True
+            unused[name] = True
 
         yield optimizer.register_step_post_hook(stepped)
         for group in optimizer.param_groups:  # one parameter of each group tells of a backward pass
@@ -120,10 +121,10 @@ class StepWatch:
         if self._optimizers and not any(self._in_step.values()):
             if updated:  # the scaler found infinite gradients, left the step out and lowered its scale
                 self.skipped += 1
-                self._unused = dict.fromkeys(self._optimizers, False)
+                self._unused.update(dict.fromkeys(self._optimizers, False))
             else:
                 self._check_whole(step)
-        self._in_step = dict.fromkeys(self._optimizers, 0)
+        self._in_step.update(dict.fromkeys(self._optimizers, 0))
 
     def check_before_save(self, step: int) -> None:
         """Raises ConfigError for gradients of an unfinished window, NonFinite for weights nobody should keep."""
@@ -161,7 +162,7 @@ def check_registered(tracked: Tracked) -> None:
         problems += [f"a {type(obj).__qualname__} is in use, but not tracked" for obj in strays]
     if problems:
         raise ConfigError("not everything would be saved: " + "; ".join(problems), "pass it to session.track(name=...)")
-    for copy in _untracked_copies(tracked):
+    for copy in sorted(set(_untracked_copies(tracked))):
         logger.warning("a %s looks like a copy of a tracked module but is not tracked: it will not be saved", copy)
 
 

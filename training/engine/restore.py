@@ -109,8 +109,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, decoder: Decoder, plain: di
     packed = {**decoder.decode(plain["extra"]), "state": {index.get(key, key): value for key, value in state.items()}}
     optimizer.load_state_dict({**packed, "param_groups": groups})
     _keep_dtypes(optimizer, state, by_name)
-    if state:  # steps were made before the cut: torch must not warn of a schedule that starts without one
-        vars(optimizer)["_opt_called"] = True
+    # steps were made before the cut: torch must not warn of a schedule that is stepped before them
+    vars(optimizer)["_opt_called"] = True
 
 
 def _as_laid_out(state: Any, parameter: torch.Tensor | None) -> Any:  # Any: one parameter's optimizer state
