@@ -28,7 +28,7 @@ lint: setup
 check: lint test
 
 chaos: setup
-	$(BIN)/pytest -m chaos -p no:cacheprovider tests/chaos
+	$(BIN)/pytest -m chaos -p no:cacheprovider -s tests/chaos
 
 bench: setup
 	$(BIN)/python -m benchmarks

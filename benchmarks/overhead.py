@@ -3,6 +3,7 @@
 Three figures: share of the loop's wall time lost; time of a boundary step (with its snapshot) over the median step; both with
 the trainer pinned to one core, so that the saver, the flow and the server have another one to use."""
 
+import itertools
 import json
 import os
 import statistics
@@ -26,7 +27,7 @@ def _settings(folder: Path, number: int) -> list[str]:
 
 def _times(folder: Path, number: int) -> list[float]:
     ends: list[float] = json.loads((folder / f"times-{number}.json").read_text())
-    return [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(ends)]
 
 
 def _bare(folder: Path, number: int) -> list[float]:

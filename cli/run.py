@@ -183,7 +183,6 @@ def _report(args: argparse.Namespace, run_dir: RunDir, outcome: _Outcome) -> int
         print(json.dumps({"run_dir": str(run_dir.root), **result}))
     else:
         verb = "was already finished" if result.get("already") else "is finished"
-        print(
-            f"Run {run_dir.root} {verb}: step {result['step']}, state digest {result['state_digest'][:16]}..., {result['checkpoint']}."
-        )
+        digest = f"state digest {result['state_digest'][:16]}..."
+        print(f"Run {run_dir.root} {verb}: step {result['step']}, {digest}, checkpoint {result['checkpoint']}.")
     return 0

@@ -201,10 +201,13 @@ class _Drive:
         self.settle(time.monotonic() + 10.0)
         if self.store is not None and facts.trust(self.run, last) != "replicated":
             raise NotReplicated(
-                f"{self.run.root}: all {last.step} steps are trained and proven, but checkpoint {last} is not in {self.store.url}",
+                f"{self.run.root}: all {last.step} steps are trained and proven, but {last} is not in {self.store.url}",
                 "see `perdure status`; running the same command again only pushes",
             )
         return {"step": last.step, "state_digest": manifest.state_digest, "checkpoint": str(last)}
+
+
+_RUNNER: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=3)  # Any: our tasks return different things
 
 
 def _name() -> str:
@@ -219,7 +222,7 @@ def _name() -> str:
     name="train",
     flow_run_name=_name,
     retries=0,
-    task_runner=ThreadPoolTaskRunner(max_workers=3),
+    task_runner=_RUNNER,  # type: ignore[arg-type]  # Prefect's own declaration is invariant in the future's type
     on_failure=[hooks.on_failure],
     on_crashed=[hooks.on_crashed],
     on_cancellation=[hooks.on_cancellation],

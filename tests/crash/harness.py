@@ -1,4 +1,4 @@
-"""Drives real runs for the crash tests: starts `perdure run` or a bare agent, finds and kills its processes, reads what is left."""
+"""Drives real runs for the crash tests: starts `perdure run` or a bare agent, finds and kills processes, reads what is left."""
 
 import json
 import os

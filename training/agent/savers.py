@@ -127,7 +127,7 @@ class Savers:
     def _say_disk_full(self, step: int, path: str) -> None:
         usage = os.statvfs(self._run.root)
         free, inodes = usage.f_bavail * usage.f_frsize, usage.f_favail
-        text = f"disk full: {path or self._run.root} has {free} bytes and {inodes} inodes free; the checkpoint of step {step} waits"
+        text = f"disk full: {path or self._run.root} has {free} bytes and {inodes} inodes free; step {step} waits"
         events.record(
             self._run,
             "disk_full",

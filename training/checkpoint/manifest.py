@@ -2,6 +2,7 @@
 
 docs/format.md describes every field. Decoding is strict (types, sizes, names): a hostile manifest is refused."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,8 @@ def parse(data: bytes, where: str) -> Manifest:
 def read(folder: Path) -> Manifest:
     """The manifest of a local checkpoint folder, which must be named after it. Raises CheckpointNotFound, CheckpointDamaged."""
     try:
+        if not (folder / MANIFEST).is_file() and os.path.lexists(folder / MANIFEST):
+            raise ValueError(f"{MANIFEST} is not a regular file")
         data = files.read_limited(folder / MANIFEST, MAX_MANIFEST)
     except FileNotFoundError:
         raise CheckpointNotFound(f"{folder} holds no {MANIFEST}: there is no checkpoint of this name") from None

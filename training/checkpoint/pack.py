@@ -13,7 +13,11 @@ from perdure.training.errors import CheckpointDamaged
 BLOB_BYTES = 8 << 20
 """Raw bytes of one blob; the last of a leaf is shorter."""
 MAX_INDEX = 1 << 30
-_MAX_EXPANSION = 1000
+"""Bytes of an index, decoded."""
+MAX_STORED_INDEX = 256 << 20
+_MAX_EXPANSION = 100
+_STORED_SLACK = 1 << 12
+"""Bytes by which the frames of a blob may exceed its raw bytes."""
 _LEVEL = 3
 KINDS = ("tensor", "plain")
 
@@ -102,7 +106,9 @@ def _check(index: _Index, pack_bytes: int) -> None:
         left = entry.nbytes
         for blob in entry.blobs:
             whole = (blob.offset, blob.raw, len(blob.xxh), len(blob.digest)) == (offset, min(left, BLOB_BYTES), 16, 32)
-            if not whole or left <= 0 or blob.stored < 1 or any(length < 1 for _, length in blob.layout[1]):
+            lengths = [length for _, length in blob.layout[1]]
+            fits = 1 <= blob.stored <= blob.raw + _STORED_SLACK and min(lengths, default=0) >= 1 and sum(lengths) == blob.stored
+            if not whole or left <= 0 or not fits:
                 raise ValueError(f"a blob of leaf {entry.path!r:.200} is out of place")
             offset, left = offset + blob.stored, left - blob.raw
         if left or leaf_digest(blob.digest for blob in entry.blobs) != entry.digest:

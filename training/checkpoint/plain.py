@@ -21,7 +21,10 @@ _MAPPINGS: dict[type, str] = {dict: "d", OrderedDict: "o"}
 
 def pack_plain(value: Any, path: str) -> bytes:  # Any: plain values
     """Encode; raises PerdureError naming `path` and the type of what is not plain data. Sets are stored in a fixed order."""
-    data = msgspec.msgpack.encode(_encode(value, path, 0))
+    try:
+        data = msgspec.msgpack.encode(_encode(value, path, 0))
+    except UnicodeEncodeError as error:
+        raise PerdureError(f"{path} holds a text that is not Unicode: {error}") from None
     if len(data) > MAX_PLAIN:
         raise PerdureError(
             f"{path} has {len(data)} bytes of plain data, at most {MAX_PLAIN} are saved", "keep arrays as tensors"
@@ -57,6 +60,8 @@ def _encode(value: Any, path: str, depth: int) -> Any:  # Any: as in pack_plain
 
 def unpack_plain(data: bytes | memoryview) -> Any:  # Any: plain values
     """Decode; raises CheckpointDamaged for anything that `pack_plain` does not write."""
+    if len(data) > MAX_PLAIN:
+        raise CheckpointDamaged(f"plain data of {len(data)} bytes is too large", part="plain")
     try:
         return _decode(msgspec.msgpack.decode(data), 0)
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError, OverflowError) as error:

@@ -1,7 +1,9 @@
 """Read leaves of a checkpoint; every byte handed out was checked against its digests. Nothing here trusts what it reads."""
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +15,7 @@ import xxhash
 from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint.codec import decode_blob
 from perdure.training.checkpoint.manifest import FileRecord, Manifest
-from perdure.training.checkpoint.pack import Blob, IndexEntry, decode_index, state_digest
+from perdure.training.checkpoint.pack import MAX_STORED_INDEX, Blob, IndexEntry, decode_index, state_digest
 from perdure.training.errors import CheckpointDamaged
 from perdure.training.run_dir import rank_index, rank_pack
 
@@ -35,14 +37,20 @@ class FolderSource:
 
     def _fd(self, file: str) -> int:
         if file not in self._open:
-            self._open[file] = os.open(self._folder / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(self._folder / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                raise FileNotFoundError(errno.ENOENT, "not a regular file", str(self._folder / file))
+            self._open[file] = fd
         return self._open[file]
 
     def size(self, file: str) -> int | None:
         try:
             return os.fstat(self._fd(file)).st_size
-        except OSError:
-            return None
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
+                return None
+            raise  # no right to read, say: says nothing about the copy
 
     def read(self, file: str, offset: int, length: int) -> bytes:
         return os.pread(self._fd(file), length, offset)
@@ -101,6 +109,8 @@ class CheckpointReader:
         """Every leaf of a rank by path. Raises CheckpointDamaged (part "index" or "pack")."""
         if rank not in self._ranks:
             record = self._record(rank_index(rank), "index")
+            if record.bytes > MAX_STORED_INDEX:
+                raise CheckpointDamaged(f"{self.where}: {record.name} has {record.bytes} bytes, too many", part="index")
             data = self.source.read(record.name, 0, record.bytes)
             if f"blake3:{blake3.blake3(data).hexdigest()}" != record.digest:
                 raise CheckpointDamaged(f"{self.where}: {record.name} does not match its digest", part="index")
@@ -120,7 +130,12 @@ class CheckpointReader:
         entry = self.rank_entries(rank)[path]
         if len(entry.blobs) == 1:
             return self._blob(entry, entry.blobs[0], rank)
-        out = memoryview(bytearray(entry.nbytes))
+        try:
+            out = memoryview(bytearray(entry.nbytes))
+        except MemoryError:
+            raise CheckpointDamaged(
+                f"{self.where}: {path} claims {entry.nbytes} bytes, more than there is memory", part=path
+            ) from None
         self.read_into(path, out, rank)
         return out
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from perdure.training import Session
-from perdure.training.engine.data import ResumableLoader
 from torch import nn
 from torch.utils.data import Dataset
+
+from perdure.training import Session
+from perdure.training.engine.data import ResumableLoader
 
 Item = tuple[int, torch.Tensor]
 
@@ -21,7 +22,7 @@ class Items(Dataset[Item]):
 
     def __getitem__(self, index: int) -> Item:
         generator = torch.Generator().manual_seed(index)
-        return index, torch.randn(16, generator=generator) + random.random() * 0.01 + float(np.random.rand()) * 0.01  # noqa: NPY002
+        return index, torch.randn(16, generator=generator) + random.random() * 0.01 + float(np.random.rand()) * 0.01
 
 
 def train(session: Session) -> None:
@@ -29,7 +30,7 @@ def train(session: Session) -> None:
     phase_sleep(params, "setup")
     torch.manual_seed(1)
     random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
+    np.random.seed(1)
     width = int(params.get("width", 32))
     model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
