@@ -154,6 +154,13 @@ def test_weights_that_are_not_finite_are_never_saved(bad: float) -> None:
         StepWatch(tracked).check_before_save(5)
 
 
+def test_huge_weights_are_finite() -> None:
+    tracked = made()
+    with torch.no_grad():
+        tracked["model"].weight.fill_(1e30)  # its squares are not
+    check_finite(tracked, 5)
+
+
 def test_loaded_tensors_are_compared_with_the_manifest() -> None:
     tracked = made()
     digests = {leaf.path: digest(leaf.value) for leaf in collect(tracked) if isinstance(leaf.value, torch.Tensor)}

@@ -90,6 +90,14 @@ def test_tensors_of_any_kind_and_layout_come_back_bit_for_bit(harness: Any, dtyp
     assert "holder/a%2Fb%25" in kept
 
 
+def test_a_change_of_flags_between_two_saves_is_saved(harness: Any) -> None:
+    model = nn.Linear(2, 2)
+    first = harness.keep(collect({"model": model}))
+    assert bytes(harness.keep(collect({"model": model}))["model"].data) == bytes(first["model"].data)
+    model.bias.requires_grad_(False)
+    assert bytes(harness.keep(collect({"model": model}))["model"].data) != bytes(first["model"].data)
+
+
 def test_collecting_copies_no_tensor() -> None:
     model = nn.Linear(4, 4)
     leaf = next(leaf for leaf in collect({"model": model}) if leaf.path == "model/weight")

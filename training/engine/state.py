@@ -53,8 +53,8 @@ def collect_one(name: str, obj: Any, names: Mapping[int, str]) -> list[Leaf]:  #
     """The leaves of one object, its plain leaf first."""
     encoder = Encoder(name)
     if isinstance(obj, torch.nn.Module):
-        plain = _module(obj, encoder)
-    elif isinstance(obj, torch.optim.Optimizer):
+        return [_packed_once(obj, name, _module(obj, encoder)), *encoder.leaves]
+    if isinstance(obj, torch.optim.Optimizer):
         plain = _optimizer(obj, encoder, names)
     else:
         plain = {"kind": kind_of(obj), "type": type_name(obj), "state": encoder.encode(obj.state_dict(), "")}
@@ -63,6 +63,17 @@ def collect_one(name: str, obj: Any, names: Mapping[int, str]) -> list[Leaf]:  #
         if generators := loader_generators(obj):
             plain["generators"] = encoder.encode([generator.get_state() for generator in generators], "%generators")
     return [plain_leaf(name, plain), *encoder.leaves]
+
+
+def _packed_once(module: torch.nn.Module, name: str, plain: dict[str, Any]) -> Leaf:
+    """A module's plain leaf hardly ever changes: pack it again only if it did. (Not by == alone where it holds a user's
+    values, since 1 == True.)"""
+    before = _PACKED.get(module)
+    if before is not None and before[0] == plain and before[1].path == name and len(plain["tensors"]) == len(plain["state"]):
+        return before[1]
+    leaf = plain_leaf(name, plain)
+    _PACKED[module] = (plain, leaf)
+    return leaf
 
 
 def kind_of(obj: Any) -> str:  # Any: a tracked object
@@ -166,6 +177,9 @@ def _optimizer(optimizer: torch.optim.Optimizer, encoder: Encoder, names: Mappin
 # The settings an optimizer or scheduler was built with, noted before anything is loaded or trained. A checkpoint carries them,
 # so that a changed plan (another horizon, another weight decay) is told from a setting that merely moved during training.
 _BUILT: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+
+
+_PACKED: "weakref.WeakKeyDictionary[torch.nn.Module, tuple[dict[str, Any], Leaf]]" = weakref.WeakKeyDictionary()
 
 
 def note_built(tracked: Tracked) -> None:
