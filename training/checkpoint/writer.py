@@ -15,7 +15,7 @@ from perdure.training import files
 from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint.codec import EncodedBlob, encode_blob
 from perdure.training.checkpoint.manifest import FORMAT, VERSION, FileRecord, Manifest
-from perdure.training.checkpoint.pack import BLOB_BYTES, Blob, IndexEntry, encode_index, leaf_digest, state_digest
+from perdure.training.checkpoint.pack import BLOB_BYTES, Blob, IndexEntry, decode_index, encode_index, leaf_digest, state_digest
 from perdure.training.errors import CheckpointDamaged
 from perdure.training.run_dir import CheckpointName, RunDir, rank_index, rank_pack
 from perdure.training.slots import About, Entry
@@ -56,12 +56,13 @@ def write_checkpoint(
     folder = run.checkpoint(name)
     if manifests.is_committed(run, name):
         return _same_or_refuse(folder, snapshots)
-    files.make_dirs(folder)
     try:
+        _make_folder(folder)
         records, entries = [], []
         for rank, snapshot in enumerate(snapshots):
             pack, index = _write_pack(folder / rank_pack(rank), snapshot, level, threads)
             data = encode_index(index)
+            decode_index(data, pack.bytes, str(folder / rank_index(rank)))  # a reader would refuse it: so does the writer
             files.write_atomically(folder / rank_index(rank), data)
             record = FileRecord(name=rank_index(rank), bytes=len(data), digest=f"blake3:{blake3.blake3(data).hexdigest()}")
             records += [pack, record]
@@ -69,9 +70,17 @@ def write_checkpoint(
         manifest = _manifest(run_id, name, snapshots[0].about, records, entries)
         files.write_atomically(run.manifest(name), manifests.seal(manifest))
     except BaseException:
-        _clean_up(run, name, len(snapshots))
+        _clean_up(run, name)
         raise
     return manifest
+
+
+def _make_folder(folder: Path) -> None:
+    """The folder, empty: what a writer that was killed left in it gives its room back first. A name is one launch's, and a
+    launch has one saver, so nobody is writing here now."""
+    files.make_dirs(folder)
+    for path in folder.iterdir():
+        files.remove(path)
 
 
 def _write_pack(path: Path, snapshot: SnapshotSource, level: int, threads: int) -> tuple[FileRecord, list[IndexEntry]]:
@@ -107,7 +116,7 @@ def _write_pack(path: Path, snapshot: SnapshotSource, level: int, threads: int) 
 
 def _encode_all(snapshot: SnapshotSource, level: int, threads: int) -> Iterator[tuple[Entry, Iterator[tuple[int, _Encoded]]]]:
     """Every leaf with its encoded blobs, in order; a bounded number of blobs is encoded ahead by `threads` threads."""
-    work = ((entry, raw) for entry in snapshot.entries for raw in _split(snapshot.data(entry)))
+    work = ((entry, raw) for entry in snapshot.entries for raw in _split(snapshot, entry))
     ahead: deque[_Encoded | Future[_Encoded]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
 
@@ -129,7 +138,10 @@ def _encode_all(snapshot: SnapshotSource, level: int, threads: int) -> Iterator[
             yield entry, blobs_of(entry)
 
 
-def _split(data: memoryview) -> Iterator[memoryview]:
+def _split(snapshot: SnapshotSource, entry: Entry) -> Iterator[memoryview]:
+    data = snapshot.data(entry)
+    if len(data) != entry.nbytes:
+        raise CheckpointDamaged(f"snapshot has {len(data)} bytes of {entry.path}, not {entry.nbytes}", part=entry.path)
     for start in range(0, len(data), BLOB_BYTES):
         yield data[start : start + BLOB_BYTES]
 
@@ -161,19 +173,18 @@ def _same_or_refuse(folder: Path, snapshots: Sequence[SnapshotSource]) -> Manife
     entries = []
     for snapshot in snapshots:
         for entry in snapshot.entries:
-            digest = leaf_digest(blake3.blake3(raw).digest() for raw in _split(snapshot.data(entry)))
+            digest = leaf_digest(blake3.blake3(raw).digest() for raw in _split(snapshot, entry))
             entries.append(IndexEntry(entry.path, entry.kind, entry.dtype, entry.shape, entry.nbytes, digest, ()))
     if state_digest(entries) != found.state_digest:
         raise CheckpointDamaged(f"{folder} is committed already, with another state; it is left as it is", part="manifest")
     return found
 
 
-def _clean_up(run: RunDir, name: CheckpointName, ranks: int) -> None:
+def _clean_up(run: RunDir, name: CheckpointName) -> None:
     """Give back the room of an attempt that failed; what cannot be removed is a leftover that the next attempt overwrites."""
     if manifests.is_committed(run, name):
         return
     with contextlib.suppress(OSError):
-        for rank in range(ranks):
-            files.remove(run.checkpoint(name) / rank_pack(rank))
-            files.remove(run.checkpoint(name) / rank_index(rank))
+        for path in run.checkpoint(name).iterdir():
+            files.remove(path)
         run.checkpoint(name).rmdir()
