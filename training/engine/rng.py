@@ -85,13 +85,9 @@ def preserving(generators: Generators = _NONE) -> Iterator[None]:
         restore_rng(state, generators)
 
 
-def check_generator(name: str, generator: Any) -> None:  # Any: what a user hands over
-    """Refuse what `collect_rng` could not save."""
-    if not isinstance(generator, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
-        raise PerdureError(
-            f"generator {name!r} is a {type(generator).__qualname__}: that cannot be saved",
-            "use a torch.Generator, random.Random, numpy Generator or RandomState",
-        )
+def is_generator(thing: Any) -> bool:  # Any: what a user hands over
+    """Whether `collect_rng` can save it."""
+    return isinstance(thing, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
 
 
 def _refuse(problem: PerdureError, tolerant: bool) -> list[str]:

@@ -11,7 +11,7 @@ from perdure.training.config import RunConfig, load_config
 from perdure.training.engine import signals
 from perdure.training.engine.link import Link
 from perdure.training.engine.metrics import Metrics
-from perdure.training.engine.rng import preserving
+from perdure.training.engine.rng import is_generator, preserving
 from perdure.training.engine.snapshot import Snapshots
 from perdure.training.engine.state import check_trackable
 from perdure.training.errors import ConfigError, TrainingFailed
@@ -30,6 +30,7 @@ class Session:
         """Optimizer steps made so far, by this and all earlier launches."""
         self._link = link
         self._tracked: dict[str, Any] = {}  # Any: whatever has state_dict and load_state_dict
+        self._generators: dict[str, Any] = {}  # Any: torch.Generator, random.Random, numpy Generator
         self._begun = False
         run = RunDir(Path(link.welcome["run_dir"])) if link else None
         self._metrics = Metrics(run.metrics(int(link.welcome["token"])) if link and run else None)
@@ -45,14 +46,18 @@ class Session:
     # what a user calls
 
     def track(self, **objects: Any) -> None:  # Any: whatever has state_dict and load_state_dict
-        """Register everything that has state. On resume it is loaded at the first step, by these names."""
+        """Register everything that has state, random generators of your own included (torch, NumPy, Python); the global ones are
+        always saved. On resume all is loaded at the first step, by these names."""
         if self._begun:
             raise ConfigError("session.track was called after the first step", "track everything before session.steps()")
         for name, thing in objects.items():
-            check_trackable(name, thing)
-            if name in self._tracked:
+            if name in self._tracked or name in self._generators:
                 raise ConfigError(f"session.track({name}=...): the name is taken", "give it another name")
-            self._tracked[name] = thing
+            if is_generator(thing):
+                self._generators[name] = thing
+            else:
+                check_trackable(name, thing)
+                self._tracked[name] = thing
 
     def steps(self) -> Iterator[int]:
         """The steps still to be made, each by its number from 0. A checkpoint is cut after the whole loop body."""
@@ -67,7 +72,7 @@ class Session:
             self._begun = True
             signals.install()  # again: a framework may have put its own handlers
             if self._snapshots is not None:
-                self.step = self._snapshots.begin(self._tracked, self.total_steps)
+                self.step = self._snapshots.begin(self._tracked, self._generators)
             if self._link:
                 self._link.phase("training")
         return self.step
@@ -101,7 +106,7 @@ class Session:
         """Whatever happens inside cannot change the trajectory: all random number generators are put back after it."""
         if self._link:
             self._link.phase("evaluation")
-        with preserving():
+        with preserving(self._generators):
             yield
         if self._link:
             self._link.phase("training")

@@ -5,12 +5,13 @@ from typing import Any
 
 from perdure.training.checkpoint.plain import unpack_plain
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
+from perdure.training.config import changed_settings
 from perdure.training.engine import environment, invariants
 from perdure.training.engine.leaves import Leaf, LoadedLeaf, plain_leaf
 from perdure.training.engine.link import Link
 from perdure.training.engine.metrics import Metrics
 from perdure.training.engine.restore import restore
-from perdure.training.engine.rng import load_rng, rng_leaves
+from perdure.training.engine.rng import Generators, load_rng, rng_leaves
 from perdure.training.engine.stage import Stager
 from perdure.training.engine.state import Tracked, collect, note_built
 from perdure.training.errors import NonFinite
@@ -28,6 +29,9 @@ class Snapshots:
         self._link, self._run, self._metrics = link, run, metrics
         self._stager = Stager(link.slots)
         self._tracked: Tracked = {}
+        self._generators: Generators = {}
+        self._skipped = 0
+        """Optimizer steps that a GradScaler left out, in earlier launches."""
         self._prepared = False
         self._watch: invariants.StepWatch | None = None
         self._exact_reasons: list[str] = []
@@ -38,9 +42,9 @@ class Snapshots:
 
     # resume
 
-    def begin(self, tracked: Tracked, total_steps: int) -> int:
+    def begin(self, tracked: Tracked, generators: Generators) -> int:
         """Load the checkpoint the agent names, if any, check it, and return the step to go on from."""
-        self._tracked = tracked
+        self._tracked, self._generators = tracked, generators
         note_built(tracked)
         self._environment = environment.environment()
         self._code = environment.code_state(Path(self._link.welcome["config_dir"]))
@@ -55,13 +59,14 @@ class Snapshots:
             self._note_exactness(reader)
             read = _reading(reader)
             replan = bool(self._link.welcome["replan"])
-            restore(self._tracked, read, replan=replan)
+            self._exact_reasons += restore(self._tracked, read, replan=replan)
             own = unpack_plain(read(SESSION).data)
+            self._skipped = int(own["skipped"])
             self._metrics.load_state_dict(own["metrics"])
             digests = {path: entry.digest for path, entry in reader.entries.items()}
             invariants.check_after_load(self._tracked, name.step, digests, replan=replan)
             tolerant = self._link.welcome["exact"] == "prefer" and bool(self._exact_reasons)
-            self._exact_reasons += load_rng(read, tolerant=tolerant)
+            self._exact_reasons += load_rng(read, self._generators, tolerant=tolerant)
         return int(own["step"])
 
     def _note_exactness(self, reader: CheckpointReader) -> None:
@@ -70,7 +75,8 @@ class Snapshots:
         if self._link.welcome["exact"] == "require":
             environment.require_same(old.environment, self._environment)
         if self._link.welcome["replan"]:
-            found.append(f"settings re-planned at step {old.step}")
+            changed = changed_settings(old.config, self._link.welcome["trajectory"])
+            found += [f"re-planned at step {old.step}: {change}" for change in changed]
         self._exact_reasons = [*old.exact_reasons, *found]
         if found:
             self._link.say(notice="resumed, but not bit for bit: " + "; ".join(found))
@@ -99,8 +105,9 @@ class Snapshots:
         self.last_step = step
 
     def _leaves(self, step: int) -> list[Leaf]:
-        own = plain_leaf(SESSION, {"step": step, "metrics": self._metrics.state_dict()})
-        return [*collect(self._tracked), *rng_leaves(), own]
+        skipped = self._skipped + (self._watch.skipped if self._watch else 0)
+        own = plain_leaf(SESSION, {"step": step, "skipped": skipped, "metrics": self._metrics.state_dict()})
+        return [*collect(self._tracked), *rng_leaves(self._generators), own]
 
     def _about(self, step: int) -> About:
         return About(

@@ -1,0 +1,108 @@
+"""The same flow under a real process worker: a killed flow process is followed by a new flow run, a cancelled one by nothing."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Run, copy_tiny, kill, wait_until
+from prefect import get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import StateType
+from prefect.deployments import run_deployment
+from prefect.states import Cancelling
+
+from perdure.training.process import ProcessId, identify
+
+PREFECT = str(Path(sys.executable).parent / "prefect")
+YAML = """
+deployments:
+  - name: tests
+    entrypoint: perdure.flows.train.train
+    pull: []
+    work_pool: {name: tests}
+"""
+
+
+@pytest.fixture(scope="module")
+def worker(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("worker")
+    (folder / "prefect.yaml").write_text(YAML)
+    quiet = {"cwd": folder, "check": True, "stdout": subprocess.DEVNULL, "timeout": 120}
+    subprocess.run([PREFECT, "--no-prompt", "work-pool", "create", "tests", "--type", "process"], **quiet)
+    subprocess.run([PREFECT, "--no-prompt", "deploy", "--all"], **quiet)
+    with open(folder / "worker.log", "ab") as log:
+        process = subprocess.Popen([PREFECT, "worker", "start", "--pool", "tests"], cwd=folder, stdout=log, stderr=log)
+    yield
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def run(tmp_path: Path, worker: None) -> Run:
+    return Run(copy_tiny(tmp_path / "tiny"), "params.sleep=0.1")
+
+
+def start(run: Run) -> Any:
+    return run_deployment("train/tests", parameters={"config": str(run.toml), "overrides": run.settings}, timeout=0)
+
+
+def flow_process(run: Run) -> ProcessId:
+    """The agent's parent."""
+    agent = run.agent()
+    assert agent is not None
+    stat = Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()
+    return identify(int(stat[1]))
+
+
+def flow_runs(run: Run) -> list[Any]:
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(flow_run_filter=FlowRunFilter())
+    return [one for one in found if one.parameters.get("config") == str(run.toml)]
+
+
+def states(run: Run) -> list[str]:
+    ordered = sorted(flow_runs(run), key=lambda one: one.created)
+    return [one.state.type.value for one in ordered if one.state is not None]
+
+
+def test_flow_process_killed_is_followed_by_a_new_flow_run_that_completes(run: Run) -> None:
+    start(run)
+    wait_until(lambda: run.step() >= 12, "step 12")
+    kill(flow_process(run))
+    wait_until(lambda: states(run) == ["CRASHED", "COMPLETED"], "a crashed flow run and a completed one")
+    assert run.committed()[-1].step == 40
+    assert run.kinds().count("completed") == 1
+    names = {one.name for one in flow_runs(run)}
+    assert names == {"train tiny"} or "train tiny" in names
+
+
+def test_cancelled_flow_run_saves_stops_and_is_not_restarted(run: Run) -> None:
+    flow_run = start(run)
+    wait_until(lambda: run.step() >= 12, "step 12")
+    seen = [run.agent(), run.rank(), run.saver()]
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(flow_run.id, Cancelling())
+    wait_until(lambda: states(run) == [StateType.CANCELLED.value], "the state Cancelled")
+    wait_until(lambda: not any(process.is_alive() for process in seen if process), "nothing alive", 20)
+    assert run.committed()[-1].step >= 12
+    assert len(list(run.dir.launches.glob("????.json"))) == 1
+    assert len(flow_runs(run)) == 1
+
+
+def test_sigterm_to_the_flow_process_is_followed_by_a_new_flow_run(run: Run) -> None:
+    """A drained or preempted machine: the trainer saves, another flow run goes on from that very step."""
+    start(run)
+    wait_until(lambda: run.step() >= 12, "step 12")
+    flow_process(run).send(signal.SIGTERM)
+    wait_until(lambda: states(run) == ["CRASHED", "COMPLETED"], "a crashed flow run and a completed one")
+    second = run.dir.launch_record(2).read_text()
+    stopped = next(event for event in run.events() if event["kind"] == "stopped")
+    assert f'"{int(str(stopped["step"])):012d}-0001"' in second
