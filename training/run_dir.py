@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_CHECKPOINT = re.compile(r"(\d{12})-(\d{4,})")
+_CHECKPOINT = re.compile(r"([0-9]{12})-([0-9]{4}|[1-9][0-9]{4,})")
 MANIFEST = "manifest.json"
 
 

@@ -1,5 +1,6 @@
 """The catalog of a run: its checkpoints with what is known of each, the candidates for a resume, and the leftovers."""
 
+import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +36,30 @@ def _describe(run: RunDir, name: CheckpointName, in_lineage: bool) -> Listed:
         found = manifest_of(run, name)
     except (CheckpointDamaged, CheckpointNotFound) as error:
         problem = str(error)
-    size = sum(path.lstat().st_size for path in run.checkpoint(name).iterdir())
     return Listed(
-        name=name, in_lineage=in_lineage, trust=facts.trust(run, name), manifest=found, problem=problem, bytes_on_disk=size
+        name=name,
+        in_lineage=in_lineage,
+        trust=facts.trust(run, name),
+        manifest=found,
+        problem=problem,
+        bytes_on_disk=_bytes_in(run.checkpoint(name)),
     )
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for path in _children(folder):
+        with contextlib.suppress(FileNotFoundError):  # a checker's temporary file, renamed while we look
+            total += path.lstat().st_size
+    return total
+
+
+def _children(folder: Path) -> list[Path]:
+    """What is in a folder; nothing when there is none, or it is being removed while we look."""
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def manifest_of(run: RunDir, name: CheckpointName) -> Manifest:
@@ -63,10 +84,11 @@ def leftovers(run: RunDir) -> list[Path]:
     """What a crash left: temporary files, folders without a manifest, checkpoints outside the lineage."""
     ours = set(lineage(run))
     found = []
-    for folder in run.checkpoints.iterdir() if run.checkpoints.is_dir() else ():
+    for folder in _children(run.checkpoints):
         name = CheckpointName.parse(folder.name)
-        if name not in ours or not (folder / "manifest.json").exists():
+        if name not in ours or not run.manifest(name).exists():
             found.append(folder)
         else:
-            found += [path for path in folder.iterdir() if files.is_temporary(path.name)]
+            found += [path for path in _children(folder) if files.is_temporary(path.name)]
+    found += [path for path in _children(run.launches) if files.is_temporary(path.name)]
     return sorted(found)

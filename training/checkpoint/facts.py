@@ -38,4 +38,4 @@ def trust(run: RunDir, name: CheckpointName) -> str:
         return "quarantined"
     if store is not None and store.result == "good":
         return "replicated"
-    return "verified" if local is not None else "written"
+    return "verified" if local is not None and local.result == "good" else "written"

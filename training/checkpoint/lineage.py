@@ -8,7 +8,7 @@ from perdure.training import files
 from perdure.training.run_dir import CheckpointName, RunDir
 
 MAX_RECORD = 1 << 20
-_RECORD = re.compile(r"(\d{4,})\.json")
+_RECORD = re.compile(r"([0-9]{4,})\.json")
 
 
 class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,6 @@
 docs/format.md describes every field. Decoding is strict (types, sizes, names): a hostile manifest is refused."""
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import msgspec
 
 from perdure.training import files
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
-from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
+from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir, rank_index, rank_pack
 
 FORMAT = "perdure-checkpoint"
 VERSION = 1
-MAX_MANIFEST = 64 << 20
-MAX_FILES = 1 << 20
-_FILE_NAME = re.compile(r"rank-\d{5,}\.(pack|index)")
+MAX_MANIFEST = 16 << 20
+"""Bytes: room for fifty thousand ranks."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,12 +91,25 @@ def parse(data: bytes, where: str) -> Manifest:
         raise damaged(f"is of format {manifest.format!r} version {manifest.version}, not {FORMAT!r} version {VERSION}")
     if seal(manifest) != data:
         raise damaged("does not match its own digest")
-    names = [record.name for record in manifest.files]
-    if not all(_FILE_NAME.fullmatch(name) for name in names) or len(set(names)) != len(names) or len(names) > MAX_FILES:
-        raise damaged("names files that are not packs and indexes of this format")
-    if manifest.step < 0 or manifest.token < 0 or any(record.bytes < 0 for record in manifest.files):
-        raise damaged("holds a negative number")
+    problem = _inconsistency(manifest)
+    if problem:
+        raise damaged(problem)
     return manifest
+
+
+def _inconsistency(manifest: Manifest) -> str:
+    """What is wrong with a well-formed manifest; "" for nothing. Names are compared with the only ones there can be."""
+    ranks = max(len(manifest.files) // 2, 1)
+    names = [file(rank) for rank in range(ranks) for file in (rank_pack, rank_index)]
+    if [record.name for record in manifest.files] != names:
+        return "names files that are not the packs and indexes of ranks 0, 1, 2, ..."
+    if min(manifest.step, manifest.token, manifest.raw_bytes, manifest.leaves, *(file.bytes for file in manifest.files)) < 0:
+        return "holds a negative number"
+    if sum(file.bytes for file in manifest.files) != manifest.stored_bytes:
+        return f"says {manifest.stored_bytes} stored bytes, which its files do not add up to"
+    if manifest.base is not None:
+        return f"is an increment against {manifest.base!r:.80}; this version reads fulls only"
+    return ""
 
 
 def read(folder: Path) -> Manifest:

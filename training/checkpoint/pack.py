@@ -2,24 +2,27 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import blake3
 import msgspec
 import zstandard
 
-from perdure.training.checkpoint.codec import ITEM_SIZES, Layout, decompress
+from perdure.training.checkpoint.codec import ITEM_SIZES, Plane, decompress
 from perdure.training.errors import CheckpointDamaged
 
 BLOB_BYTES = 8 << 20
 """Raw bytes of one blob; the last of a leaf is shorter."""
-MAX_INDEX = 1 << 30
-"""Bytes of an index, decoded."""
-MAX_STORED_INDEX = 256 << 20
-_MAX_EXPANSION = 100
+MAX_INDEX = 128 << 20
+"""Bytes of an index, decoded (twelve terabytes of blobs, or a million leaves); a bomb makes no more than this."""
+MAX_STORED_INDEX = MAX_INDEX
+MAX_DIMENSIONS = 64
+MAX_PLANES = 8
 _STORED_SLACK = 1 << 12
 """Bytes by which the frames of a blob may exceed its raw bytes."""
 _LEVEL = 3
 KINDS = ("tensor", "plain")
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Blob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -28,11 +31,12 @@ class Blob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     offset: int
     stored: int
     raw: int
-    xxh: bytes
+    xxh: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     """XXH3-128 of the stored bytes, 16 bytes big-endian."""
-    digest: bytes
+    digest: Digest
     """BLAKE3 of the raw bytes, 32 bytes."""
-    layout: Layout
+    layout: tuple[int, Annotated[tuple[Plane, ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]]
+    """Transform and planes (codec.Layout)."""
 
 
 class IndexEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -41,9 +45,9 @@ class IndexEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     path: str
     kind: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     nbytes: int
-    digest: bytes
+    digest: Digest
     """BLAKE3 over the digests of its blobs, in order."""
     blobs: tuple[Blob, ...]
 
@@ -78,7 +82,7 @@ def decode_index(data: bytes, pack_bytes: int, where: str) -> tuple[IndexEntry, 
     """Decode and check an index against the size of its pack. Raises CheckpointDamaged (part "index")."""
     try:
         size = zstandard.get_frame_parameters(data).content_size
-        if not 0 < size <= min(MAX_INDEX, _MAX_EXPANSION * len(data)):
+        if not 0 < size <= MAX_INDEX:
             raise ValueError(f"declares {size} bytes")
         index = msgspec.msgpack.decode(decompress(data, size), type=_Index)
         _check(index, pack_bytes)
@@ -105,7 +109,7 @@ def _check(index: _Index, pack_bytes: int) -> None:
             raise ValueError(f"leaf {entry.path!r:.200} has a shape that does not fit its {entry.nbytes} bytes")
         left = entry.nbytes
         for blob in entry.blobs:
-            whole = (blob.offset, blob.raw, len(blob.xxh), len(blob.digest)) == (offset, min(left, BLOB_BYTES), 16, 32)
+            whole = (blob.offset, blob.raw) == (offset, min(left, BLOB_BYTES))
             lengths = [length for _, length in blob.layout[1]]
             fits = 1 <= blob.stored <= blob.raw + _STORED_SLACK and min(lengths, default=0) >= 1 and sum(lengths) == blob.stored
             if not whole or left <= 0 or not fits:

@@ -10,8 +10,8 @@ import msgspec
 
 from perdure.training.errors import CheckpointDamaged, PerdureError
 
-MAX_DEPTH = 200
-MAX_PLAIN = 1 << 30
+MAX_DEPTH = 100
+MAX_PLAIN = 128 << 20
 """Bytes of one plain leaf."""
 _INT64 = 1 << 63
 _SCALARS = frozenset({type(None), bool, float, str, bytes})
@@ -99,11 +99,16 @@ def _mapping(kind: Callable[[Any], Any]) -> Callable[[list[Any], int], Any]:  # 
 
 def _integer(items: list[Any], depth: int) -> int:
     (text,) = items
-    return int(text, 16)
+    number = int(text, 16)
+    if hex(number) != text or -_INT64 <= number < _INT64:
+        raise ValueError("an integer written another way")
+    return number
 
 
 def _complex(items: list[Any], depth: int) -> complex:
     real, imaginary = items
+    if type(real) is not float or type(imaginary) is not float:
+        raise ValueError("a complex number of other than two floats")
     return complex(real, imaginary)
 
 

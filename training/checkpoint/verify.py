@@ -8,12 +8,16 @@ from pathlib import Path
 import xxhash
 
 from perdure.training.checkpoint.facts import Fact, write_fact
+from perdure.training.checkpoint.manifest import FileRecord
+from perdure.training.checkpoint.pack import IndexEntry
 from perdure.training.checkpoint.reader import CheckpointReader, check_blob, decode_checked, open_checkpoint
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
-from perdure.training.run_dir import CheckpointName, RunDir, rank_pack
+from perdure.training.run_dir import CheckpointName, RunDir
 
 Progress = Callable[[int, int], None]
 """Called with stored bytes done and in all."""
+_LINES, _LINE = 100, 500
+"""Damages a fact tells, and characters of each."""
 
 
 @dataclass(frozen=True)
@@ -33,46 +37,50 @@ def verify_folder(folder: Path, *, deep: bool = True, progress: Progress | None 
     except CheckpointDamaged as error:
         return [Damage(error.part, str(error))]
     with reader:
-        found: list[Damage] = []
+        return _Verifier(reader, deep, progress or (lambda _done, _total: None)).run()
+
+
+class _Verifier:
+    """One pass over a checkpoint; what is wrong gathers in `found`."""
+
+    def __init__(self, reader: CheckpointReader, deep: bool, progress: Progress) -> None:
+        self._reader, self._progress = reader, progress
+        self._check = decode_checked if deep else check_blob
+        self.found: list[Damage] = []
+
+    def run(self) -> list[Damage]:
         done = 0
-        for rank in range(reader.ranks):
-            done = _verify_rank(reader, rank, deep, found, done, progress)
-        if not found:
-            _note(found, reader.check_state_digest)
-        return found
+        for rank in range(self._reader.ranks):
+            pack, index = self._reader.manifest.files[2 * rank : 2 * rank + 2]
+            if self._passes(lambda rank=rank: self._reader.rank_entries(rank)):  # type: ignore[misc]  # a default binds the rank
+                self._pack(rank, pack, done)
+            done += pack.bytes + index.bytes
+            self._progress(done, self._reader.manifest.stored_bytes)
+        if not self.found:
+            self._passes(self._reader.check_state_digest)
+        return self.found
 
+    def _passes(self, check: Callable[[], object]) -> bool:
+        try:
+            check()
+        except CheckpointDamaged as error:
+            self.found.append(Damage(error.part, str(error)))
+            return False
+        return True
 
-def _note(found: list[Damage], check: Callable[[], object]) -> None:
-    try:
-        check()
-    except CheckpointDamaged as error:
-        found.append(Damage(error.part, str(error)))
+    def _pack(self, rank: int, pack: FileRecord, done: int) -> None:
+        whole, before = xxhash.xxh3_128(), len(self.found)
+        for entry in self._reader.rank_entries(rank).values():
+            self._passes(lambda entry=entry: self._leaf(entry, pack.name, whole, done))  # type: ignore[misc]  # as above
+        if len(self.found) == before and f"xxh3-128:{whole.hexdigest()}" != pack.digest:
+            self.found.append(Damage("pack", f"{self._reader.where}: {pack.name} does not match the manifest's digest"))
 
-
-def _verify_rank(
-    reader: CheckpointReader, rank: int, deep: bool, found: list[Damage], done: int, progress: Progress | None
-) -> int:
-    before = len(found)
-    _note(found, lambda: reader.rank_entries(rank))
-    if len(found) > before:
-        return done
-    whole, total = xxhash.xxh3_128(), reader.manifest.stored_bytes
-    for entry in reader.rank_entries(rank).values():
+    def _leaf(self, entry: IndexEntry, pack: str, whole: xxhash.xxh3_128, done: int) -> None:
         for blob in entry.blobs:
-            stored = reader.source.read(rank_pack(rank), blob.offset, blob.stored)
+            stored = self._reader.source.read(pack, blob.offset, blob.stored)
             whole.update(stored)
-            check = decode_checked if deep else check_blob
-            damaged = len(found)
-            _note(found, lambda check=check, entry=entry, blob=blob, stored=stored: check(entry, blob, stored, reader.where))  # type: ignore[misc]
-            done += blob.stored
-            if progress is not None:
-                progress(done, total)
-            if len(found) > damaged:
-                break  # one line per leaf is enough
-    record = next(record for record in reader.manifest.files if record.name == rank_pack(rank))
-    if len(found) == before and f"xxh3-128:{whole.hexdigest()}" != record.digest:
-        found.append(Damage("pack", f"{reader.where}: {record.name} does not match the manifest's digest"))
-    return done
+            self._check(entry, blob, stored, self._reader.where)
+            self._progress(done + blob.offset + blob.stored, self._reader.manifest.stored_bytes)
 
 
 def check(run: RunDir, name: CheckpointName, *, deep: bool = True) -> Fact:
@@ -83,10 +91,16 @@ def check(run: RunDir, name: CheckpointName, *, deep: bool = True) -> Fact:
         copy="local",
         checked_at=time.time(),
         result="damaged" if damage else "good",
-        damage=tuple(f"{item.part}: {item.detail}" for item in damage),
+        damage=_told(damage),
         location=folder.name,
     )
     if not folder.is_dir():
         raise CheckpointNotFound(f"{folder} was removed while it was checked")
     write_fact(run, name, fact)
     return fact
+
+
+def _told(damage: list[Damage]) -> tuple[str, ...]:
+    """For the fact, which has to stay small enough to be read again."""
+    lines = [f"{item.part}: {item.detail}"[:_LINE] for item in damage[:_LINES]]
+    return (*lines, *([f"and {len(damage) - _LINES} more"] if len(damage) > _LINES else []))
