@@ -57,7 +57,10 @@ class Campaign:
         """Kill a random victim at a random moment of its life."""
         self.ensure_parent()
         victim = self.dice.choice(VICTIMS)
-        time.sleep(self.dice.uniform(0.0, 6.0))
+        step = self.run.step()
+        if self.dice.random() < 0.75:  # most of them while it trains, the others while it starts
+            wait_until(lambda: self.run.step() > step or self.parent.poll() is not None, "a step")
+        time.sleep(self.dice.uniform(0.0, 2.5))
         if self.parent.poll() is not None:
             return
         found = self.find(victim)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from perdure.deployments import server
 
@@ -15,6 +16,7 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with server.acquire(home) as local:
         before = dict(os.environ)
         os.environ.update(server.client_environment(local.url, home))
-        yield local.url
+        with temporary_settings({PREFECT_API_URL: local.url}):  # this process has read its settings already
+            yield local.url
         os.environ.clear()
         os.environ.update(before)
