@@ -2,6 +2,7 @@
 
 docs/format.md describes every field. Decoding is strict (types, sizes, names): a hostile manifest is refused."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -85,11 +86,12 @@ def parse(data: bytes, where: str) -> Manifest:
         raise damaged(f"was written by a newer version (format {version}, this one reads {VERSION})", "upgrade perdure")
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        canonical = seal(manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise damaged(f"is malformed: {error}") from None
     if manifest.format != FORMAT or manifest.version != VERSION:
         raise damaged(f"is of format {manifest.format!r} version {manifest.version}, not {FORMAT!r} version {VERSION}")
-    if seal(manifest) != data:
+    if canonical != data:
         raise damaged("does not match its own digest")
     problem = _inconsistency(manifest)
     if problem:
@@ -120,7 +122,9 @@ def read(folder: Path) -> Manifest:
         data = files.read_limited(folder / MANIFEST, MAX_MANIFEST)
     except FileNotFoundError:
         raise CheckpointNotFound(f"{folder} holds no {MANIFEST}: there is no checkpoint of this name") from None
-    except ValueError as error:
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EIO:  # a bad sector is damage; no right to read says nothing
+            raise
         raise CheckpointDamaged(f"{folder}: manifest refused: {error}", part="manifest") from None
     manifest = parse(data, str(folder))
     if CheckpointName.parse(folder.name) not in (None, manifest.name):
