@@ -1,4 +1,4 @@
-"""The same flow under a real process worker: a killed flow process is followed by a new flow run, a cancelled one by nothing."""
+"""The same flow under a real process worker: a killed flow process is followed by a new flow run, a cancelled one by none."""
 
 import signal
 import subprocess

@@ -1,0 +1,49 @@
+"""A full disk pauses the run with a clear event; it goes on by itself when there is room, and ends with the same bits."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import Direct, Run, copy_tiny, wait_until
+
+from perdure.training import files
+from perdure.training.checkpoint.verify import verify_folder
+
+WIDE = "params.width=60000"
+"""About 15 MiB of weights and moments."""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", folder], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root: " + mounted.stderr.decode())
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_disk_full_pauses_then_goes_on_and_ends_bit_identical(small_disk: Path, tmp_path: Path) -> None:
+    settings = ("store.url=''", WIDE, "checkpoint.every=10", "run.steps=60")
+    reference = Run(copy_tiny(tmp_path / "reference"), *settings)
+    assert Direct(reference).train_to_end().reason == "complete"
+    toml = copy_tiny(tmp_path / "tiny")
+    run = Run(toml, *settings, f"run.dir='{small_disk}/run'")
+    direct = Direct(run)
+    trainer = direct.launch()
+    wait_until(lambda: "disk_full" in run.kinds(), "the event disk_full")
+    wait_until(lambda: not trainer.is_alive() or run.step() >= run.committed()[-1].step + 20, "both slots full")
+    step, committed = run.step(), run.committed()
+    assert step < 60, "training pauses, it does not go on unsaved"
+    assert all(verify_folder(run.dir.checkpoint(name)) == [] for name in committed), "what was committed stays good"
+    temporary = [path for path in run.dir.checkpoints.rglob("*") if files.is_temporary(path.name)]
+    assert len(temporary) <= 1, "at most the one attempt that is just being made"
+    event = next(event for event in run.events() if event["kind"] == "disk_full")
+    assert str(small_disk) in str(event["path"])
+    assert run.kinds().count("disk_full") == 1, "said once"
+    subprocess.run(["mount", "-o", "remount,size=400m", small_disk], check=True)
+    trainer.process.wait(60)
+    assert direct.end().reason == "complete"
+    assert run.digest() == reference.digest()
