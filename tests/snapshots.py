@@ -62,6 +62,12 @@ def small_source(step: int = 2, seed: int = 0) -> Source:
     return source
 
 
+def ranks(step: int, seed: int) -> list[Source]:
+    """Two ranks; the first has enough noise for several writes."""
+    large = small_source(step, seed).tensor("noise", "uint8", (9 << 20,), random_bytes(seed, 9 << 20))
+    return [large, small_source(step, seed + 1)]
+
+
 def item_bytes(dtype: str) -> int:
     return ITEM_SIZES[dtype]
 

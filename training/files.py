@@ -44,6 +44,12 @@ def set_role(role: str) -> None:
     _plan.armed = bool(_plan.number) and _plan.role == role
 
 
+def plan_failure(text: str) -> None:
+    """Put another plan in the place of `PERDURE_FAIL`, unarmed and counting from 0; "" is none. For tests only."""
+    global _plan
+    _plan = _FailPlan(text)
+
+
 def fail_point(call: str, target: str | Path) -> None:
     """Stands before every call that changes a disk or a store."""
     if _plan.armed:
