@@ -23,7 +23,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
 def read_fact(run: RunDir, name: CheckpointName, copy: str) -> Fact | None:
     try:
         return msgspec.json.decode(files.read_limited(run.fact(name, copy), MAX_FACT), type=Fact)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

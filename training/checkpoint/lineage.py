@@ -53,7 +53,7 @@ def read_launches(run: RunDir) -> dict[int, LaunchRecord]:
             continue
         try:
             record = msgspec.json.decode(files.read_limited(path, MAX_RECORD), type=LaunchRecord)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         if record.token == int(match[1]):
             found[record.token] = record
@@ -67,7 +67,7 @@ def write_end(run: RunDir, end: LaunchEnd) -> None:
 def read_end(run: RunDir, token: int) -> LaunchEnd | None:
     try:
         return msgspec.json.decode(files.read_limited(run.launch_end(token), MAX_RECORD), type=LaunchEnd)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -10,6 +10,7 @@ from perdure.training.config import RunConfig
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 from perdure.training.run_dir import RunDir
 
+FORMAT = 1
 MAX_RUN_INFO = 1 << 20
 
 
@@ -17,7 +18,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     name: str
     created: float
-    format: int = 1
+    format: int = FORMAT
     steps: int
     chunk: int
     store_url: str = ""
@@ -50,8 +51,15 @@ def create_run_info(run: RunDir, config: RunConfig) -> RunInfo:
 def read_run_info(run: RunDir) -> RunInfo:
     """Raises CheckpointNotFound where there is no run, CheckpointDamaged where run.json is none."""
     try:
-        return msgspec.json.decode(files.read_limited(run.run_json, MAX_RUN_INFO), type=RunInfo)
+        info = msgspec.json.decode(files.read_limited(run.run_json, MAX_RUN_INFO), type=RunInfo)
     except FileNotFoundError:
         raise CheckpointNotFound(f"{run.root} holds no run (no run.json)") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{run.run_json} is not a run.json: {error}", part="run.json") from None
+    if info.format > FORMAT:
+        raise CheckpointDamaged(
+            f"{run.run_json} was written by a newer version (format {info.format}, this one reads {FORMAT})",
+            part="run.json",
+            hint="upgrade perdure",
+        )
+    return info
