@@ -23,7 +23,7 @@ from snapshots import FIRST, random_bytes, small_source, write
 from perdure.training.checkpoint import catalog, manifest
 from perdure.training.checkpoint.codec import CONSTANT, RAW, WHOLE, ZSTD
 from perdure.training.checkpoint.pack import MAX_INDEX, decode_index, encode_index, leaf_digest
-from perdure.training.checkpoint.plain import MAX_PLAIN, pack_plain, unpack_plain
+from perdure.training.checkpoint.plain import MAX_DEPTH, MAX_PLAIN, pack_plain, unpack_plain
 from perdure.training.checkpoint.reader import FolderSource, open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder
 from perdure.training.errors import CheckpointDamaged
@@ -464,7 +464,7 @@ BAD_PLAIN: dict[str, bytes] = {
     "two values": E(1) + E(2),
     "deep": b"\x92\xa1l" * 100_000 + b"\xc0",
     "deep in mappings": b"\x93\xa1d\xa1k" * 100_000 + b"\xc0",
-    "one too deep": b"\x92\xa1l" * 101 + b"\xc0",
+    "one too deep": b"\x92\xa1l" * (MAX_DEPTH + 1) + b"\xc0",
     "count of four thousand million": b"\xdd\xff\xff\xff\xff",
     "counts within counts": b"\xdd\x7f\xff\xff\xff" * 500,
     "text of four gigabytes": b"\xdb\xff\xff\xff\xffab",

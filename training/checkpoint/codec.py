@@ -20,12 +20,22 @@ _SMALLEST = 512
 _SAMPLE = 1 << 15
 _WORTH = 0.97
 """A plane is stored compressed if that leaves at most this share."""
-_FLOATS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 4, "complex128": 8}
+_FLOATS = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 2,  # each of its two parts
+    "complex64": 4,
+    "complex128": 8,
+}
 _INTEGERS = {"int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8}
 ITEM_SIZES = {
     **_FLOATS,
     **_INTEGERS,
     **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
+    "complex32": 4,
     "complex64": 8,
     "complex128": 16,
     "plain": 1,

@@ -10,7 +10,7 @@ import msgspec
 
 from perdure.training.errors import CheckpointDamaged, PerdureError
 
-MAX_DEPTH = 100
+MAX_DEPTH = 120
 MAX_PLAIN = 128 << 20
 """Bytes of one plain leaf."""
 _INT64 = 1 << 63

@@ -81,8 +81,9 @@ def _choose(reader: CheckpointReader, only: str | None) -> dict[str, IndexEntry]
                 f"{path} is of type {entry.dtype}, which safetensors cannot hold",
                 "restore to OUT.pt, or leave it out with --only",
             )
-        if name in chosen:
-            raise PerdureError(f"{path} and {chosen[name].path} have the same dotted name {name}", "restore to OUT.pt")
+        if name in chosen or name == "__metadata__":
+            other = chosen[name].path if name in chosen else "the file's own metadata"
+            raise PerdureError(f"{path} and {other} have the same dotted name {name}", "restore to OUT.pt")
         chosen[name] = entry
     if not chosen:
         raise CheckpointNotFound(f"{reader.where} has no tensor that matches {only!r}", "names look like model.0.weight")
@@ -90,13 +91,12 @@ def _choose(reader: CheckpointReader, only: str | None) -> dict[str, IndexEntry]
 
 
 def _metadata(reader: CheckpointReader, only: str | None) -> dict[str, str]:
-    manifest = reader.manifest
-    told = {"format": "pt", "perdure.run": manifest.run, "perdure.step": str(manifest.step)}
-    told["perdure.state_digest"] = manifest.state_digest
+    manifest, told = reader.manifest, {}
     for path, entry in reader.entries.items():
         if entry.kind == "plain" and only is None:
             try:
                 told[path] = json.dumps(unpack_plain(reader.read(path)), allow_nan=False)
             except (TypeError, ValueError):
                 continue  # bytes, say: not for JSON
-    return told
+    ours = {"run": manifest.run, "step": str(manifest.step), "state_digest": manifest.state_digest}
+    return {**told, "format": "pt", **{f"perdure.{key}": value for key, value in ours.items()}}

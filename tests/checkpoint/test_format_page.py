@@ -1,0 +1,135 @@
+"""docs/format.md is enough to write a reader from, and names every field there is."""
+
+import ast
+import json
+import math
+import re
+from pathlib import Path
+
+import mini_reader
+import msgspec
+import numpy as np
+import pytest
+from snapshots import Source, item_bytes, random_bytes, small_source, write
+
+from perdure.training.checkpoint import codec, manifest, pack, plain
+from perdure.training.checkpoint.codec import ITEM_SIZES
+from perdure.training.checkpoint.facts import Fact
+from perdure.training.checkpoint.lineage import LaunchEnd, LaunchRecord
+from perdure.training.checkpoint.manifest import FileRecord, Manifest
+from perdure.training.checkpoint.pack import BLOB_BYTES, Blob, IndexEntry
+from perdure.training.checkpoint.run_info import RunInfo
+from perdure.training.run_dir import RunDir
+
+PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+
+
+def everything() -> list[Source]:
+    """Every type small and large, plain values, a leaf of two blobs, two ranks with a path in common."""
+    source = small_source()
+    for dtype in sorted(set(ITEM_SIZES) - {"plain"}):
+        for items in (0, 1, 333):
+            source.tensor(f"all/{dtype}/{items}", dtype, (items,), random_bytes((dtype, items), items * item_bytes(dtype)))
+        source.tensor(f"all/{dtype}/ones", dtype, (900, 2), b"\x3f" * 1800 * item_bytes(dtype))
+    source.tensor("empty text/\u65e5\u672c/%", "float32", (), b"\0\0\x80\xff")
+    source.array("large", np.arange(BLOB_BYTES // 4 + 5, dtype=np.int32))
+    source.plain("values", {"a": [1, -2.5, None, True, b"x", "caf\u00e9"], ("k", 1): {1, 2}, "big": -(1 << 90), "c": 1 - 2j})
+    return [source, small_source(seed=9)]
+
+
+def test_a_reader_written_from_the_page_reads_every_leaf_and_agrees_on_the_state(run: RunDir) -> None:
+    sources = everything()
+    written = write(run, *sources)
+    ranks = mini_reader.read(run.checkpoint(written.name))
+    assert len(ranks) == 2
+    for leaves, source in zip(ranks, sources, strict=True):
+        assert [(leaf[:4], leaf[-1]) for leaf in leaves] == [
+            ((entry.path, entry.kind, entry.dtype, entry.shape), source.bytes[entry.path]) for entry in source.entries
+        ]
+    assert mini_reader.state_digest([leaf for leaves in ranks for leaf in leaves]) == written.state_digest
+    values = next(leaf[-1] for leaf in ranks[0] if leaf[0] == "values")
+    assert mini_reader.unpack_plain(values) == plain.unpack_plain(values)
+
+
+def test_that_reader_knows_nothing_of_perdure() -> None:
+    tree = ast.parse(Path(mini_reader.__file__).read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert names == {"json", "pathlib", "typing", "blake3", "msgspec", "xxhash", "zstandard"}
+
+
+def section(title: str) -> str:
+    return re.split(r"^## ", PAGE.split(f"\n## {title}\n")[1], flags=re.M)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "title"),
+    [
+        (Manifest, "manifest.json"),
+        (FileRecord, "manifest.json"),
+        (IndexEntry, "rank-NNNNN.index"),
+        (Blob, "rank-NNNNN.index"),
+        (RunInfo, "run.json"),
+        (LaunchRecord, "Launch records"),
+        (LaunchEnd, "Launch records"),
+        (Fact, "Facts"),
+    ],
+)
+def test_the_page_names_every_field(kind: type[Manifest], title: str) -> None:
+    text = section(title)
+    assert [field for field in kind.__struct_fields__ if not re.search(rf'[`"]{field}[`"]', text)] == []
+
+
+def table(title: str) -> list[str]:
+    """First cells of the rows of a section's tables."""
+    return [line.split("|")[1].strip() for line in section(title).splitlines() if line.startswith("|")]
+
+
+def test_the_page_names_no_manifest_field_that_is_none() -> None:
+    assert set(re.findall("`(.*?)`", " ".join(table("manifest.json")))) == set(Manifest.__struct_fields__)
+
+
+def test_the_page_gives_arrays_in_their_order() -> None:
+    rows = [line.split("|") for line in section("rank-NNNNN.index").splitlines() if re.match(r"\| \d", line)]
+    fields = [row[2].strip(" `") for row in rows]
+    assert fields == [*IndexEntry.__struct_fields__, *Blob.__struct_fields__]
+
+
+def test_the_page_names_every_type_with_its_sizes() -> None:
+    for dtype, size in ITEM_SIZES.items():
+        (row,) = [line for line in section("Blobs").splitlines() if line.startswith("|") and f"`{dtype}`" in line]
+        first, elements, words, transform = [cell.strip() for cell in row.strip("|").split("|")]
+        place = next(number for number, names in enumerate(first.split(" / ")) if f"`{dtype}`" in names)
+        assert int(elements.split(" / ")[place % len(elements.split(" / "))]) == size
+        assert codec._width_and_transform(dtype, math.lcm(512, size)) == (
+            int(words.split(" / ")[place % len(words.split(" / "))]),
+            int(transform),
+        )
+
+
+def test_the_page_states_the_bounds() -> None:
+    for bound in (
+        f"({BLOB_BYTES} bytes)",
+        f"at most {manifest.MAX_MANIFEST >> 20} MiB",
+        f"(at most {pack.MAX_INDEX >> 20} MiB)",
+        f"at most {pack.MAX_DIMENSIONS}, none negative",
+        f"At most {plain.MAX_DEPTH} levels deep and {plain.MAX_PLAIN >> 20} MiB",
+        f"at most `raw` + {pack._STORED_SLACK}",
+        f"at least {codec._SMALLEST} bytes",
+    ):
+        assert bound in PAGE
+
+
+def test_the_manifest_on_disk_has_the_spelling_of_the_page(run: RunDir) -> None:
+    odd = {"b": [1, 0.1, 1e-7, 1e22, None, True], "a": {"z": {}, "y": [" "]}, "\u65e5": "caf\u00e9 / \x7f"}
+    written = write(run, Source(code=odd))
+    text = run.manifest(written.name).read_bytes()
+
+    def in_order(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        assert [key for key, _ in pairs] == sorted(key for key, _ in pairs)
+        return dict(pairs)
+
+    assert json.loads(text, object_pairs_hook=in_order)["code"] == odd
+    assert text == msgspec.json.format(text, indent=-1) + b"\n"
+    assert "caf\u00e9 / \x7f".encode() in text
+    assert b"[1,0.1,1e-7,1e22,null,true]" in text
