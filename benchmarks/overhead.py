@@ -60,7 +60,7 @@ def measure() -> list[dict[str, Any]]:  # Any: JSON values
     share = statistics.median(lost)
     return [
         {
-            "question": f"boundary step (snapshot included) over the median step, example, {STEPS} steps in chunks of {CHUNK}",
+            "question": f"boundary step (snapshot included) over the median step, {STEPS} steps in chunks of {CHUNK}",
             "shown": f"{boundary * 1e3:.1f} ms",
             "target": "under 50 ms",
             "met": boundary < 0.05,

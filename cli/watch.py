@@ -45,7 +45,7 @@ def describe(event: Event, total: int) -> str:
 
 def _describe_chunk(data: dict[str, Any], total: int) -> str:
     start, end, seconds = int(data["start"]), int(data["end"]), max(float(data["seconds"]), 1e-9)
-    rate = (end - start + 1) / seconds
+    rate = (end - start + 1) / seconds if seconds > 1e-3 else float("inf")
     loss = f", loss {data['loss']:.4f}" if data.get("loss") is not None else ""
     left = time.strftime("%H:%M:%S", time.gmtime((total - end) / rate))
     return f"chunk {start}-{end} of {total} done{loss}, {rate:.2f} steps/s, {left} left"

@@ -1,6 +1,8 @@
 """One chunk of a run: lease it (and the one after it, so ranks never idle at the boundary), wait until its last checkpoint is
 committed. Called directly in the flow's main thread, so that SIGTERM reaches it."""
 
+import json
+import os
 import time
 from typing import Any
 
@@ -11,6 +13,8 @@ from perdure.training import events
 from perdure.training.agent.launch import Trainer
 from perdure.training.errors import PerdureError, Stopped
 from perdure.training.run_dir import RunDir
+
+_TAIL_BYTES = 1 << 20
 
 
 class LaunchEnded(PerdureError):
@@ -29,10 +33,11 @@ def train_chunk(trainer: Trainer, start: int, end: int) -> dict[str, Any]:  # An
 
     if not trainer.wait_for_checkpoint(end, check_stop):
         raise LaunchEnded(f"launch {trainer.token} ended before step {end} was committed")
-    seconds = round(time.monotonic() - began, 3)
-    loss = latest_loss(trainer.run, trainer.token)
-    events.record(trainer.run, "chunk_finished", token=trainer.token, start=start, end=end, seconds=seconds, loss=loss)
-    return {"start": start, "end": end, "seconds": seconds, "loss": loss, "token": trainer.token}
+    figures = chunk_figures(trainer.run, trainer.token, start, end)
+    seconds = figures.pop("seconds", time.monotonic() - began)
+    result = {"start": start, "end": end, "token": trainer.token, "seconds": round(seconds, 3), "loss": figures.get("loss")}
+    events.record(trainer.run, "chunk_finished", **result)
+    return result
 
 
 def _reason(run: RunDir) -> str:
@@ -42,21 +47,26 @@ def _reason(run: RunDir) -> str:
         return "asked to stop"
 
 
-def latest_loss(run: RunDir, token: int) -> float | None:
-    """The newest loss the launch has logged, from the tail of its metrics file."""
-    import json
-
+def chunk_figures(run: RunDir, token: int, start: int, end: int) -> dict[str, float]:
+    """Mean loss of the chunk's steps and the seconds they took, as far as the tail of the metrics file tells."""
     try:
         with open(run.metrics(token), "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - 65536))
-            lines = file.read().splitlines()[1:] or [b""]
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
     except FileNotFoundError:
-        return None
-    for line in reversed(lines):
-        try:
-            loss = json.loads(line).get("loss")
-        except ValueError:
-            continue
-        if isinstance(loss, (int, float)):
-            return float(loss)
-    return None
+        return {}
+    rows = [row for row in map(_parse, lines) if start <= row.get("step", -1) <= end]
+    losses = [row["loss"] for row in rows if isinstance(row.get("loss"), (int, float))]
+    figures = {"loss": sum(losses) / len(losses)} if losses else {}
+    if len(rows) > 1:  # the first row has no beginning: scale the time between the rows up to all steps
+        figures["seconds"] = (rows[-1]["time"] - rows[0]["time"]) * len(rows) / (len(rows) - 1)
+    return figures
+
+
+def _parse(line: bytes) -> dict[str, float]:
+    """A metrics line; empty for one torn by a crash or by the cut at the beginning."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}

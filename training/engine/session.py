@@ -46,8 +46,8 @@ class Session:
     # what a user calls
 
     def track(self, **objects: Any) -> None:  # Any: whatever has state_dict and load_state_dict
-        """Register everything that has state, random generators of your own included (torch, NumPy, Python); the global ones are
-        always saved. On resume all is loaded at the first step, by these names."""
+        """Register everything that has state, your own random generators (torch, NumPy, Python) included; the global ones
+        are always saved. On resume all is loaded at the first step, by these names."""
         if self._begun:
             raise ConfigError("session.track was called after the first step", "track everything before session.steps()")
         for name, thing in objects.items():
