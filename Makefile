@@ -17,7 +17,7 @@ run: setup
 	$(BIN)/perdure run examples/gpt/run.toml
 
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

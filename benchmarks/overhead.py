@@ -67,7 +67,7 @@ def measure() -> list[dict[str, Any]]:  # Any: JSON values
             "seconds": boundary,
         },
         {
-            "question": "share of the loop's wall time lost to chunks, checkpoints, proofs and copies (trainer pinned to one core)",
+            "question": "share of wall time lost to chunks, checkpoints, proofs and copies (trainer pinned to one core)",
             "shown": f"{share:.1%} (rounds: {', '.join(f'{value:.1%}' for value in lost)})",
             "target": "under 5 %",
             "met": share < 0.05,

@@ -24,6 +24,7 @@ from perdure.training.run_dir import RunDir
 POLL_SECS = 0.2
 FLOW_MARGIN_SECS = 15.0
 """What a stopping flow needs beyond the trainer's grace: pushing the last checkpoint, closing its rows in Prefect."""
+READY_SECS = 10.0
 _Outcome = dict[str, Any]  # Any: JSON values
 
 
@@ -47,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
             return _report(args, run_dir, done)
         with contextlib.ExitStack() as stack:
             local = None
-            if not server.api_url_from_environment():
+            chosen = server.api_url_from_environment()
+            if chosen.startswith("http://") and not server.is_ready(chosen, timeout=READY_SECS):
+                raise server.ServerFailed(f"PREFECT_API_URL is {chosen}, which does not answer at {chosen}/ready")
+            if not chosen:
                 home = server.ServerHome.beside(run_dir)
                 print(f"starting a local Prefect server in {home.root} ...", file=sys.stderr, flush=True)
                 local = stack.enter_context(server.acquire(home, keep=args.keep_server))

@@ -36,7 +36,7 @@ class ServerFailed(PerdureError):
     """The local Prefect server did not start, or the home belongs to another machine."""
 
     exit_code = 10
-    hint = "set PREFECT_API_URL to a Prefect server of yours, or look at the log named above"
+    hint = "set PREFECT_API_URL to a Prefect server that answers, or unset it for a local one"
 
 
 class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -77,6 +77,22 @@ def identify(pid: int = 0) -> ProcessId:
     return ProcessId(pid=pid, start=start_time(pid), host=socket.gethostname())
 
 
+def end_session(leader: int) -> int:
+    """Kill what is left of a session whose leader is gone; how many there were. The kernel does not reuse a pid while it still
+    names a session, so these processes are the dead leader's descendants and nobody else's."""
+    if start_time(leader):
+        return 0
+    killed = 0
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if os.getsid(int(entry.name)) == leader:
+                os.kill(int(entry.name), signal.SIGKILL)
+                killed += 1
+    return killed
+
+
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Get signal `number` when the parent dies; exits at once if `parent` is already not it. The parent must have started
     this process from a thread that lives on (its main thread)."""

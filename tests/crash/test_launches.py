@@ -5,8 +5,13 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
-from harness import Direct, Run, children, copy_tiny, kill, wait_until  # type: ignore[import-not-found]
+from harness import Direct, Run, children, copy_tiny, kill, wait_until
+
+from perdure.training.checkpoint.plain import unpack_plain
+from perdure.training.checkpoint.reader import open_checkpoint
+from perdure.training.process import identify
 
 SLOW = "params.sleep=0.05"
 """Slow enough to be hit in the middle; sleeping changes no number."""
@@ -124,6 +129,42 @@ def test_no_process_survives_its_launch(run: Run) -> None:
     direct.end()
     assert not any(process.is_alive() for process in seen if process)
     assert children(os.getpid()) == [] or all(pid not in children(os.getpid()) for pid in (p.pid for p in seen if p))
+
+
+@pytest.mark.parametrize("victim", ["rank", "agent"])
+def test_children_of_the_training_code_end_with_the_launch(run: Run, tmp_path: Path, victim: str) -> None:
+    direct = Direct(run)
+    trainer = direct.launch([f"params.child='{tmp_path}/child'"])
+    wait_until(lambda: run.step() >= 3, "step 3")
+    child = identify(int((tmp_path / "child").read_text()))
+    assert child.is_alive()
+    kill(getattr(run, victim)())
+    trainer.process.wait(30)
+    trainer.kill()
+    direct.end()
+    assert child.wait(5), "the sleeping child is gone"
+
+
+def test_slow_saver_never_mixes_steps_and_loses_none(run: Run) -> None:
+    """The saver is stopped while training goes on into the second slot: each checkpoint still holds its own step's state."""
+    direct = Direct(run)
+    trainer = direct.launch()
+    wait_until(lambda: run.committed() != [], "the first checkpoint")
+    first = run.committed()[-1].step
+    saver = run.saver()
+    kill(saver, signal.SIGSTOP)
+    wait_until(lambda: run.step() >= first + 11, "training went on into both slots")
+    held = run.step()
+    assert run.committed()[-1].step == first
+    kill(saver, signal.SIGCONT)
+    trainer.process.wait(60)
+    assert direct.end().reason == "complete"
+    assert held < 40
+    assert [name.step for name in run.committed()] == list(range(5, 45, 5)), "none was skipped"
+    for name in run.committed():
+        with open_checkpoint(run.dir.checkpoint(name)) as reader:
+            assert unpack_plain(reader.read("perdure.session"))["step"] == name.step
+            assert float(np.frombuffer(reader.read("optimizer/model.0.weight/step"), "<f4")[0]) == name.step
 
 
 def test_trace_of_a_cut_run_equals_the_reference_step_by_step(run: Run, tmp_path: Path) -> None:

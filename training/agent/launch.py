@@ -13,6 +13,7 @@ from perdure.training import files
 from perdure.training.agent.lock import LOCK_FD_VARIABLE, RunLock, end_agent
 from perdure.training.checkpoint.lineage import LaunchEnd, read_end
 from perdure.training.config import RunConfig
+from perdure.training.process import end_session
 from perdure.training.run_dir import CheckpointName, RunDir
 
 POLL_SECS = 0.02
@@ -113,6 +114,7 @@ class Trainer:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+        end_session(self.process.pid)
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()

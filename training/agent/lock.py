@@ -3,6 +3,7 @@ exactly when the whole tree is gone. Its text names the holder."""
 
 import fcntl
 import os
+import signal
 import time
 from types import TracebackType
 
@@ -10,7 +11,7 @@ import msgspec
 
 from perdure.training import files
 from perdure.training.errors import RunBusy
-from perdure.training.process import ProcessId, identify
+from perdure.training.process import ProcessId, end_session, identify
 from perdure.training.run_dir import RunDir
 
 LOCK_FD_VARIABLE = "PERDURE_LOCK_FD"
@@ -112,9 +113,12 @@ def read_agent(run: RunDir) -> ProcessId | None:
 
 
 def end_agent(run: RunDir, grace: float) -> None:
-    """Wait for an agent left by an earlier launch on this host (it is saving), then kill it by pid and start time."""
+    """Wait for an agent left by an earlier launch on this host (it is saving), then kill it by pid and start time, and with it
+    whatever its ranks started and left behind."""
     agent = read_agent(run)
-    if agent is None or not agent.is_alive() or agent.wait(grace):
+    if agent is None or not agent.is_here:
         return
-    agent.send(9)
-    agent.wait(10.0)
+    if agent.is_alive() and not agent.wait(grace):
+        agent.send(signal.SIGKILL)
+        agent.wait(10.0)
+    end_session(agent.pid)

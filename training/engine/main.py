@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from perdure.training import files
 from perdure.training.engine import signals
 from perdure.training.engine.link import Link
-from perdure.training.errors import CheckpointDamaged, ConfigError, NonFinite, PerdureError
+from perdure.training.errors import CheckpointDamaged, ConfigError, NonFinite, PerdureError, TrainingFailed
 from perdure.training.process import die_with_parent
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def classify(error: BaseException) -> str:
         return "corrupt"
     if isinstance(error, NonFinite):
         return "nan"
-    if isinstance(error, (ConfigError,)):
-        return "config"
+    if isinstance(error, PerdureError):
+        return "user" if isinstance(error, TrainingFailed) else "config"
     if isinstance(error, MemoryError) or type(error).__name__ in ("OutOfMemoryError",):
         return "oom"
     if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import subprocess
 import time
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class Items(Dataset[Item]):
 def train(session: Session) -> None:
     params = session.params
     phase_sleep(params, "setup")
+    if "child" in params:  # a helper of the user's own that nobody waits for
+        Path(params["child"]).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
