@@ -121,6 +121,15 @@ def test_exception_in_user_code_is_told_with_class_and_log(run: Run) -> None:
     assert "ValueError" in end.log_tail
 
 
+@pytest.mark.parametrize(("phase", "limit"), [("batch", "launch.step_timeout=2"), ("setup", "launch.startup_timeout=4")])
+def test_hang_is_found_by_its_limit_and_its_stacks_are_in_the_log(run: Run, phase: str, limit: str) -> None:
+    settings = [f"params.sleep_in={phase}", "params.sleep_secs=100", "params.slow_batch_at=12", limit]
+    end = Direct(run).train_to_end(settings)
+    assert (end.reason, end.error_class) == ("failed", "hang")
+    assert limit.partition("=")[2] in end.detail
+    assert "phase_sleep" in (run.dir.logs(1) / "rank-00000.log").read_text(), "the stack of the sleeping function"
+
+
 def test_no_process_survives_its_launch(run: Run) -> None:
     direct = Direct(run)
     direct.launch()
