@@ -49,6 +49,8 @@ class Rank:
         """starting, setup, training, evaluation, waiting for lease, waiting for slot, leaving."""
         self.step = int(resume.step) if resume else 0
         self.leased = 0
+        self.made_a_step = False
+        """In this launch; the first one may compile, import and warm up for long."""
         self.longest_step = 0.0
         self.last_news = time.monotonic()
         self.finished = False
@@ -110,7 +112,9 @@ class Rank:
         if "step" in message:
             self.step = int(message["step"])
             self.last_news = time.monotonic()
-        self.longest_step = max(self.longest_step, float(message.get("longest", 0.0)))
+        if "longest" in message:
+            self.made_a_step = True
+            self.longest_step = max(self.longest_step, float(message["longest"]))
         self.finished |= bool(message.get("finished"))
         self.stopped |= bool(message.get("stopped"))
         if "failed" in message:

@@ -21,7 +21,7 @@ class Deadlines:
         """What hangs, in words; empty while all is well. Time spent waiting for a lease, a slot or the disk does not count."""
         now = time.monotonic()
         launch = self._config.launch
-        if rank.phase in ("starting", "setup"):
+        if not rank.made_a_step and rank.phase != "leaving":
             late = now - self._started > launch.startup_timeout
             return f"no first step within launch.startup_timeout = {launch.startup_timeout:g} s" if late else ""
         if paused or rank.phase != "training":
