@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from perdure.tasks.redact import redact
-from perdure.training.errors import ConfigError, PerdureError
+from perdure.training.errors import ConfigError, DiskFull, PerdureError
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -19,7 +19,8 @@ _USER_ERRNOS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP,
     errno.ENAMETOOLONG, errno.ENOENT,
 )  # fmt: skip
-"""What the machine refuses and a person can cure; it needs no traceback."""
+"""What the machine refuses and a person can cure by another path or other rights; it needs no traceback."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ def _guarded(arguments: Sequence[str]) -> int:
     except OSError as error:
         if error.errno not in _USER_ERRNOS or error.filename is None:
             raise
-        return _report(f"{os.fsdecode(error.filename)}: {error.strerror}", "", PerdureError.exit_code, as_json)
+        full = error.errno in _NO_ROOM
+        code, hint = (DiskFull.exit_code, "make room") if full else (ConfigError.exit_code, "name a path that can be used")
+        return _report(f"{os.fsdecode(error.filename)}: {error.strerror}", hint, code, as_json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

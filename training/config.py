@@ -1,10 +1,12 @@
 """run.toml -> RunConfig: every rule on settings, and which of them change the trajectory. Refused before anything starts."""
 
+import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -69,6 +71,9 @@ class NotifySection(_Section, frozen=True, kw_only=True):
     slack_channel: str = ""
     """Channel name or id; the token comes from SLACK_BOT_TOKEN. Empty: messages go to the log."""
     slack_api: str = "https://slack.com/api/"
+
+
+_LONGEST_SECS = 31 * 86400.0
 
 
 class _Document(_Section, frozen=True, kw_only=True):
@@ -179,34 +184,80 @@ def _check(document: _Document, where: str) -> None:
         (launch.processes >= 1, f"launch.processes = {launch.processes} is less than 1", "use 1"),
         (launch.processes <= 1, f"launch.processes = {launch.processes}: this version trains with one process", "use 1"),
         (
-            launch.stop_grace >= 1,
-            f"launch.stop_grace = {launch.stop_grace} is less than a second",
-            "give the trainer time to save",
+            1 <= launch.stop_grace <= _LONGEST_SECS,
+            f"launch.stop_grace = {launch.stop_grace} is out of range",
+            "give the trainer 1 second to a month to save",
         ),
-        (launch.startup_timeout >= 1, f"launch.startup_timeout = {launch.startup_timeout} is less than a second", "use 600"),
-        (launch.step_timeout >= 0, f"launch.step_timeout = {launch.step_timeout} is negative", "use 0 for automatic"),
         (
-            bool(re.fullmatch(r"https?://\S+", document.notify.slack_api)),
+            1 <= launch.startup_timeout <= _LONGEST_SECS,
+            f"launch.startup_timeout = {launch.startup_timeout} is out of range",
+            "use 1 second to a month; the default is 600",
+        ),
+        (
+            0 <= launch.step_timeout <= _LONGEST_SECS,
+            f"launch.step_timeout = {launch.step_timeout} is out of range",
+            "use 0 for automatic, or seconds up to a month",
+        ),
+        (
+            bool(re.fullmatch(r"(https?://[^\s/]\S*)?", store.endpoint_url)),
+            f"store.endpoint_url = {store.endpoint_url!r} is not a URL",
+            "write for example http://host:9000, or leave it out for AWS",
+        ),
+        (
+            bool(re.fullmatch(r"https?://[^\s/]\S*", document.notify.slack_api)),
             f"notify.slack_api = {document.notify.slack_api!r} is not a URL",
             "leave it out",
         ),
     ]
+    rules += [(False, problem, fix) for problem, fix in (*_wrong_texts(document), *_wrong_params(document.params, "params"))]
     for good, problem, fix in rules:
         if not good:
             raise ConfigError(f"{where}: {problem}", fix)
 
 
+def _wrong_texts(document: _Document) -> Iterator[tuple[str, str]]:
+    """Paths the system cannot open, and variables a process cannot get."""
+    paths = {"run.entry": document.run.entry, "run.dir": document.run.dir, "store.url": document.store.url}
+    for key, text in paths.items():
+        if any(ord(character) < 32 for character in text):
+            yield f"{key} = {text!r} holds a control character", "write a plain path"
+    for name, value in document.launch.env.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
+            yield f"launch.env: {name!r} = {value!r} is no environment variable", "use letters, digits and _"
+        if name.startswith("PERDURE_"):
+            yield f"launch.env: {name} is set by Perdure itself", "leave it out"
+
+
+def _wrong_params(value: Any, key: str) -> Iterator[tuple[str, str]]:  # Any: TOML values
+    """Params go into every manifest and are compared on resume: plain JSON values that equal themselves."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _wrong_params(inner, f"{key}.{name}")
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _wrong_params(inner, f"{key}[{number}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{key} = {value} is not a finite number", "write a number, or the word as a string"
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield f"{key} = {value} does not fit into 64 bits", "write it as a string"
+    elif not isinstance(value, (str, int, float)):
+        yield f"{key} = {value} is a date or time", f'write it as a string: "{value}"'
+
+
 def _read_toml(path: Path) -> dict[str, Any]:  # Any: TOML values
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist", "name a run.toml; examples/gpt/run.toml is one") from None
+    except IsADirectoryError:
+        inside = f"name {path / 'run.toml'}" if (path / "run.toml").is_file() else "name a run.toml"
+        raise ConfigError(f"{path} is a folder, not a run.toml", inside) from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", "name a run.toml that you may read") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text", "name a run.toml") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", "name a run.toml, or mend that line") from None
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -220,31 +271,85 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         checked = msgspec.convert(document, _Document)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {_explain(error)}", "see docs/configuration.md for the settings") from None
+        raise _explain(path, document, error) from None
     _check(checked, str(path))
     base = path.resolve().parent
-    file, _, function = checked.run.entry.rpartition(":")
-    if not file or not function.isidentifier():
-        raise ConfigError(
-            f"{path}: run.entry = {checked.run.entry!r} is not file.py:function", "write for example train.py:train"
-        )
-    entry_file = Path(base, file).resolve()
-    if not entry_file.is_file():
-        raise ConfigError(f"{path}: run.entry names {entry_file}, which does not exist", "the file is relative to run.toml")
+    entry_file, function = _entry(checked.run.entry, base, path)
+    run_dir = _resolved(base, checked.run.dir or f"runs/{checked.run.name}", f"{path}: run.dir")
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"{path}: the run directory {run_dir} is a file", "name another run.dir")
+    store_url = _absolute_store(checked.store.url, base, str(path))
+    _keep_apart(run_dir, store_url, str(path))
     return RunConfig(
         **{name: getattr(checked, name) for name in _Document.__struct_fields__},
         path=path,
-        run_dir=Path(base, checked.run.dir or f"runs/{checked.run.name}").resolve(),
+        run_dir=run_dir,
         entry_file=entry_file,
         entry_function=function,
-        store_url=_absolute_store(checked.store.url, base, str(path)),
+        store_url=store_url,
     )
 
 
-def _explain(error: msgspec.ValidationError) -> str:
-    """msgspec's message with the TOML key in front: `run.steps: Expected `int`, got `str``."""
-    text, _, where = str(error).partition(" - at `$.")
-    return f"{where.rstrip('`')}: {text}" if where else text
+def _entry(entry: str, base: Path, path: Path) -> tuple[Path, str]:
+    file, _, function = entry.rpartition(":")
+    if not file.endswith(".py") or not function.isidentifier():
+        raise ConfigError(f"{path}: run.entry = {entry!r} is not file.py:function", "write for example train.py:train")
+    found = _resolved(base, file, f"{path}: run.entry")
+    if not found.is_file():
+        problem = "is not a file" if found.exists() else "does not exist"
+        raise ConfigError(f"{path}: run.entry names {found}, which {problem}", "the file is relative to run.toml")
+    return found, function
+
+
+def _resolved(base: Path, text: str, what: str) -> Path:
+    try:
+        found = Path(base, text).resolve()
+        found.exists()
+        return found
+    except (OSError, RuntimeError) as error:  # too long, not ours to look into, a circle of links
+        reason = error.strerror if isinstance(error, OSError) else "links in a circle"
+        raise ConfigError(f"{what} = {text!r} cannot be used: {reason}", "name another path") from None
+
+
+def _keep_apart(run_dir: Path, store_url: str, where: str) -> None:
+    """A store inside the run directory would be lost with it; a run directory inside the store would be taken for copies."""
+    if not store_url.startswith("file:"):
+        return
+    store = Path(unquote(urlsplit(store_url).path))
+    if run_dir == store or store in run_dir.parents or run_dir in store.parents:
+        raise ConfigError(
+            f"{where}: store.url {store} and the run directory {run_dir} lie in one another", "name a folder elsewhere"
+        )
+
+
+def _explain(path: Path, document: Mapping[str, Any], error: msgspec.ValidationError) -> ConfigError:  # Any: TOML values
+    """msgspec's refusal with the setting's TOML name, its value, and what was probably meant."""
+    text, _, place = str(error).partition(" - at `$")
+    key = place.strip(".`")
+    see = "see docs/configuration.md for the settings"
+    name = text.rpartition(" `")[2].rstrip("`")
+    full = f"{key}.{name}" if key else name
+    if "unknown field" in text:
+        close = get_close_matches(full, list(_settings()), 1)
+        return ConfigError(f"{path}: {full} is no setting", f"did you mean {close[0]}?" if close else see)
+    if "missing required field" in text:
+        return ConfigError(f"{path}: {full} is missing", see)
+    value: Any = document
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if "enum value" in text:
+        return ConfigError(
+            f"{path}: {key} = {value!r} is no choice", f"use {' or '.join(get_args(_declared_type(key.split('.'))))}"
+        )
+    return ConfigError(f"{path}: {key} = {value!r}: {text[0].lower() + text[1:].replace('`', '')}", see)
+
+
+def _settings() -> Iterator[str]:
+    """Every name a run.toml may use: `run`, `run.name`, ..."""
+    for section in msgspec.structs.fields(_Document):
+        yield section.name
+        if isinstance(section.type, type) and issubclass(section.type, msgspec.Struct):
+            yield from (f"{section.name}.{field.name}" for field in msgspec.structs.fields(section.type))
 
 
 def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -126,7 +126,7 @@ WRONG: list[tuple[Callable[[Path], object], int, str]] = [
     (binary_toml, 2, "not UTF-8"),
     (broken_run, 5, "is not a run.json"),
     (lambda _: "s3://bucket/prefix", 2, "is a store, not a run directory"),
-    (lambda at: at / ("x" * 300), 1, "File name too long"),
+    (lambda at: at / ("x" * 300), 2, "File name too long"),
     (lambda at: at / "\n\x1b[31m\u2603", 4, "does not exist"),
     (lambda _: "/dev/null", 2, "neither a run directory"),
 ]
