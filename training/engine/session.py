@@ -1,7 +1,6 @@
 """Session: the one object a user's training code meets. It restores, hands out steps, and cuts checkpoints between them."""
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,9 +96,6 @@ class Session:
     def log(self, **values: Any) -> None:  # Any: numbers or 0-d tensors
         """Record numbers of the current step: `loss`, `tokens`, and what you like. Tensors are not waited for."""
         self._metrics.log(self.step + 1, values)
-        loss = values.get("loss")
-        if isinstance(loss, float) and not math.isfinite(loss):
-            self._metrics.flush()
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
