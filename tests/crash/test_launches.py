@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +190,27 @@ def test_trace_of_a_cut_run_equals_the_reference_step_by_step(run: Run, tmp_path
     direct.end()
     Direct(run).train_to_end([traced])
     assert surviving(tmp_path / "a.jsonl") == surviving(tmp_path / "b.jsonl")
+
+
+def test_script_run_by_hand_trains_the_same_numbers_and_saves_nothing(tmp_path: Path) -> None:
+    managed = Run(copy_tiny(tmp_path / "managed"), "store.url=''", f"params.trace='{tmp_path}/a.jsonl'")
+    Direct(managed).train_to_end()
+    toml = copy_tiny(tmp_path / "by hand")
+    toml.write_text(toml.read_text() + f"\n[params]\ntrace = '{tmp_path}/b.jsonl'\n")
+    subprocess.run([sys.executable, "train.py"], cwd=toml.parent, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert surviving(tmp_path / "a.jsonl") == surviving(tmp_path / "b.jsonl")
+    assert not (toml.parent / "runs").exists()
+
+
+def test_nested_loop_with_end_step_cuts_and_resumes_to_the_same_bits(run: Run, reference: str) -> None:
+    direct = Direct(run)
+    trainer = direct.launch(["params.nested=true"])
+    wait_until(lambda: run.step() >= 16, "step 16")
+    kill(run.rank())
+    trainer.process.wait(30)
+    direct.end()
+    assert Direct(run).train_to_end(["params.nested=true"]).reason == "complete"
+    assert run.digest() == reference
 
 
 def surviving(path: Path) -> dict[int, str]:

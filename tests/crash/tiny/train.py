@@ -41,7 +41,8 @@ def train(session: Session) -> None:
     loader = ResumableLoader(Items(), seed=3, batch_size=4)
     session.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
     batches = loader.forever()
-    for step in session.steps():
+
+    def one_step(step: int) -> None:
         indices, x = next(batches)
         if params.get("slow_batch_at") == step:
             phase_sleep(params, "batch")
@@ -64,6 +65,18 @@ def train(session: Session) -> None:
             raise OSError("the network went away (made up by the test)")
         if params.get("bug_at") == step:
             raise ValueError("a bug in the training code (made up by the test)")
+
+    if params.get("nested"):  # a loop that cannot be turned inside out
+        step, going = session.resume(), True
+        while going:
+            for _ in range(7):
+                one_step(step)
+                going, step = session.end_step(), session.step
+                if not going:
+                    break
+    else:
+        for step in session.steps():
+            one_step(step)
     phase_sleep(params, "after")
 
 
