@@ -321,7 +321,7 @@ BAD_INDEXES: dict[str, Any] = {
     "too many fields": [1, [leaf()], 0],
     "version": [2, [leaf()]],
     "nothing of a pack that is not empty": [1, []],
-    "path twice": [1, [leaf(), leaf(blob(b"", offset=100))]],
+    "path twice": [1, [leaf(), leaf(blobs=[], shape=[0], nbytes=0, digest=leaf_digest([]))]],
     "no path": [1, [leaf(path="")]],
     "path no text": [1, [leaf(path=b"w")]],
     "kind": [1, [leaf(kind="pickle")]],
@@ -363,8 +363,8 @@ BAD_INDEXES: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", BAD_INDEXES)
 def test_an_index_that_lies_is_refused(folder: Path, what: str) -> None:
-    lay(folder, packed(BAD_INDEXES[what]))
-    refused(folder, "index")
+    lay(folder, packed(BAD_INDEXES[what]), bytes(9000) if what == "stored too much" else CONTENT)
+    assert "index is malformed" in refused(folder, "index")  # and not just another state than the manifest's
 
 
 BAD_FRAMES: dict[str, Callable[[], bytes]] = {
@@ -391,7 +391,9 @@ def streamed(data: bytes) -> bytes:
 @pytest.mark.parametrize("what", BAD_FRAMES)
 def test_an_index_that_is_no_single_frame_of_msgpack_is_refused_in_bounded_memory(folder: Path, what: str) -> None:
     lay(folder, BAD_FRAMES[what]())
-    refused(folder, "index")
+    detail = refused(folder, "index")
+    assert "index is malformed" in detail
+    assert ("declares" in detail) == (what in ("bomb", "bomb that says nothing of its size"))
 
 
 def bomb(size: int) -> bytes:
