@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from typing import Any
+from uuid import UUID
 
 from prefect import Flow
 from prefect.client.schemas.objects import FlowRun, State
@@ -18,6 +19,9 @@ from perdure.training.config import RunConfig, load_config
 from perdure.training.errors import PerdureError
 from perdure.training.run_dir import RunDir
 
+_TERMINATED = "termination signal"
+"""What Prefect's state message says of a SIGTERM."""
+
 
 def on_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """A refusal of ours was decided already; anything else that ends a flow is treated like a crash."""
@@ -30,26 +34,34 @@ def on_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> No
 
 def on_crashed(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """The flow process died: the agent saves and leaves by itself; a new flow run goes on, if the decision says so."""
+    if flow_run.deployment_id is not None:
+        _restart(flow_run, flow_run.deployment_id, state)
+    _tell(flow, flow_run)  # without a deployment `perdure run` is the parent, which decides by itself
+
+
+def _restart(flow_run: FlowRun, deployment: UUID, state: State[Any]) -> None:
+    """Decide, say so, and schedule the next flow run. A termination signal is a preemption: it costs no budget."""
     _, run = _open(flow_run)
-    deaths = int(flow_run.parameters.get("deaths") or 0) + 1
+    preempted = _TERMINATED in (state.message or "")
+    deaths = int(flow_run.parameters.get("deaths") or 0) + (not preempted)
     since = flow_run.parameters.get("since")
     first = int(since) if since is not None else _first_launch_of(run, flow_run)
     lost = [Attempt(error_class="infrastructure", progress=False)] * deaths
     decision = decide([*attempts_of(run, first), *lost])
-    following = decision.reason if flow_run.deployment_id else "run the same command again to go on"
-    events.record(
-        run, "failed", error_class="infrastructure", detail=(state.message or "flow process died")[:1000], next=following
-    )
-    if decision.restart and flow_run.deployment_id:
+    error_class = "preemption" if preempted else "infrastructure"
+    newest = lineage.lineage(run)
+    about = {"step": newest[0].step if newest else 0, "detail": (state.message or "flow process died")[:1000]}
+    following = decision.reason if lost else "going on from the saved step in a new flow run"
+    events.record(run, "failed", error_class=error_class, next=following, **about)
+    if decision.restart:
         run_deployment(
-            flow_run.deployment_id,
+            deployment,
             timeout=0,
             as_subflow=False,
             idempotency_key=f"{flow_run.id}:restart",
             parameters={**flow_run.parameters, "since": first, "deaths": 0 if _made_progress(run, first) else deaths},
             scheduled_time=_soon(decision.delay),
         )
-    _tell(flow, flow_run)
 
 
 def on_cancellation(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:

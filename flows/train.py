@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
@@ -84,7 +85,7 @@ class _Drive:
             return trainer.end(grace)
         except BaseException as error:  # a stop, SIGTERM, cancellation or a bug of ours: save, then let it through
             deadline = time.monotonic() + grace
-            trainer.stop(str(error) or type(error).__name__)
+            trainer.stop(str(error) or ("SIGTERM" if isinstance(error, TerminationSignal) else type(error).__name__))
             end = trainer.end(grace)
             self.leave(end, deadline)
             raise

@@ -93,6 +93,8 @@ def test_signal_to_the_parent_saves_and_exits_75(run: Run, reference: str, numbe
     assert parent.wait(60) == 75, run.log()
     assert run.processes() == []
     assert run.committed()[-1].step >= 12
+    assert "failed" not in run.kinds(), "a stop that was asked for is no failure"
+    assert run.kinds().count("stopped") == 1
     assert run.finish() == 0, run.log()
     assert run.digest() == reference
 
