@@ -70,11 +70,11 @@ def _chosen(target: Target, args: argparse.Namespace) -> list[CheckpointName]:
 
 def check(run: RunDir, name: CheckpointName, *, quick: bool, progress: render.Progress) -> Checked:
     """Look for all damage of one checkpoint and record what was found. A quick look that finds nothing proves too little."""
-    from perdure.training.checkpoint.verify import verify_folder
+    from perdure.training.checkpoint.verify import verify_in_run
 
     started = time.monotonic()
     folder = run.checkpoint(name)
-    damage = verify_folder(folder, deep=not quick, progress=progress.at)
+    damage = verify_in_run(run, name, deep=not quick, progress=progress.at)
     seconds = time.monotonic() - started
     note = _record(run, name, damage) if damage or not quick else ""
     size = sum(path.lstat().st_size for path in folder.iterdir())

@@ -93,6 +93,16 @@ def test_late_commit_of_a_cut_off_launch_is_not_used(run: Run) -> None:
     assert open_run(run.config, None, replan=False).resume == CheckpointName(10, 1)
 
 
+def test_checkpoint_of_another_run_is_not_used(run: Run, tmp_path: Path) -> None:
+    """Whole, newer and of the right name, but copied from another run's directory."""
+    other = Run(copy_tiny(tmp_path / "other"), *SETTINGS)
+    Direct(other).train_to_end()
+    newest = CheckpointName(20, 1)
+    shutil.copytree(other.dir.checkpoint(newest), run.dir.checkpoint(newest))
+    assert open_run(run.config, None, replan=False).resume == CheckpointName(15, 1)
+    assert any("belongs to run" in str(event.get("reason")) for event in run.events())
+
+
 def test_moved_run_directory_resumes(run: Run, tmp_path: Path) -> None:
     moved = tmp_path / "another place"
     run.toml.parent.rename(moved)

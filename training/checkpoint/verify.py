@@ -7,10 +7,12 @@ from pathlib import Path
 
 import xxhash
 
+from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint.facts import Fact, write_fact
 from perdure.training.checkpoint.manifest import FileRecord
 from perdure.training.checkpoint.pack import IndexEntry
 from perdure.training.checkpoint.reader import CheckpointReader, check_blob, decode_checked, open_checkpoint
+from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 from perdure.training.run_dir import CheckpointName, RunDir
 
@@ -83,10 +85,21 @@ class _Verifier:
             self._progress(done + blob.offset + blob.stored, self._reader.manifest.stored_bytes)
 
 
+def verify_in_run(run: RunDir, name: CheckpointName, *, deep: bool = True, progress: Progress | None = None) -> list[Damage]:
+    """As `verify_folder`, and the checkpoint must be this run's own: another run's, copied here, is whole but not ours."""
+    folder = run.checkpoint(name)
+    damage = verify_folder(folder, deep=deep, progress=progress)
+    if not damage and run.run_json.exists():
+        ours, theirs = read_run_info(run).id, manifests.read(folder).run
+        if ours != theirs:
+            damage.append(Damage("manifest", f"{folder}: belongs to run {theirs}, not to {ours}"))
+    return damage
+
+
 def check(run: RunDir, name: CheckpointName, *, deep: bool = True) -> Fact:
     """Verify the local copy and record the fact beside it. Raises CheckpointNotFound when it is gone."""
     folder = run.checkpoint(name)
-    damage = verify_folder(folder, deep=deep)
+    damage = verify_in_run(run, name, deep=deep)
     fact = Fact(
         copy="local",
         checked_at=time.time(),
