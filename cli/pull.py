@@ -27,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from perdure.training.travel.pull import pull, remote_checkpoints
 
+    for metavar, text in (("URL", args.url), ("DIR", args.dir)):
+        if not text.strip():
+            raise ConfigError(f"{metavar} is empty", "see `perdure pull --help`")
     store = open_store(_absolute(args.url), StoreSection(endpoint_url=args.endpoint_url, region=args.region))
     wanted = _parse(args.name)
     if args.dry_run:

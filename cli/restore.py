@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     target = resolve(args.target, args.set)
     target.started()
+    if not args.out.strip():
+        raise ConfigError("OUT is empty", "name a file: name.safetensors or name.pt")
     out = Path(args.out).absolute()
     _check_out(out, args.force)
     name = _chosen(target, args)

@@ -9,7 +9,7 @@ from perdure.cli.target import add_target, resolve
 from perdure.training import files
 from perdure.training.agent import lock
 from perdure.training.checkpoint import catalog
-from perdure.training.errors import PerdureError, RunBusy
+from perdure.training.errors import ConfigError, PerdureError, RunBusy
 from perdure.training.run_dir import RunDir
 
 POLL_SECS = 0.1
@@ -18,6 +18,7 @@ POLL_SECS = 0.1
 class NotRunning(PerdureError):
     """There is nothing to stop."""
 
+    exit_code = 4
     hint = "see `perdure status RUN`"
 
 
@@ -29,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not 0 <= args.timeout < float("inf"):
+        raise ConfigError(f"--timeout {args.timeout:g} is no waiting time", "give seconds")
     target = resolve(args.target, args.set)
     target.started()
     if not lock.is_held(target.run):

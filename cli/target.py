@@ -39,6 +39,10 @@ class Target:
             raise ConfigError(
                 f"the run in {self.run.root} has no store", "set store.url in its run.toml, or --set store.url=..."
             )
+        if self.store_url == self.run.root.resolve().as_uri():
+            raise ConfigError(
+                f"{self.run.root} is the store of run {self.name}, not its directory", "bring the run back with `perdure pull`"
+            )
         return open_store(self.store_url, self.store)
 
 
@@ -70,6 +74,8 @@ def add_selection(parser: argparse.ArgumentParser, what: str) -> None:
 
 def resolve(text: str, overrides: Sequence[str] = ()) -> Target:
     """The run that `text` names. Raises CheckpointNotFound or ConfigError."""
+    if not text.strip():
+        raise ConfigError("RUN is empty", "name a run directory or a run.toml")
     if "://" in text:
         raise ConfigError(f"{text} is a store, not a run directory", "bring the run here with `perdure pull URL DIR`")
     path = Path(text).absolute()

@@ -186,6 +186,13 @@ def test_stop_gives_up_after_its_timeout_and_the_request_stays(made: Any, holder
 
 def test_stop_of_what_does_not_run_is_refused(made: Any, command: Command) -> None:
     answer = command("stop", made.run.root)
-    assert answer.code == 1
+    assert answer.code == 4
     assert "is not running" in answer.err
     assert not made.run.stop_request.exists()
+
+
+def test_stop_waits_a_time_that_ends(made: Any, command: Command) -> None:
+    for text in ("nan", "inf", "-1"):
+        answer = command("stop", made.run.root, f"--timeout={text}")
+        assert answer.code == 2
+        assert "is no waiting time" in answer.err

@@ -129,6 +129,8 @@ WRONG: list[tuple[Callable[[Path], object], int, str]] = [
     (lambda at: at / ("x" * 300), 2, "File name too long"),
     (lambda at: at / "\n\x1b[31m\u2603", 4, "does not exist"),
     (lambda _: "/dev/null", 2, "neither a run directory"),
+    (lambda _: "", 2, "RUN is empty"),
+    (lambda _: " ", 2, "RUN is empty"),
 ]
 
 

@@ -93,3 +93,21 @@ def test_pull_is_refused_where_it_would_harm(made: Any, command: Command, tmp_pa
     assert command("pull", url, tmp_path / "new", "--name", "newest").code == 2
     with RunLock.acquire(RunDir(tmp_path / "new"), 0):
         assert command("pull", url, tmp_path / "new").code == 3
+
+
+def test_store_taken_for_a_run_directory_is_not_pushed_to_itself(made: Any, command: Command) -> None:
+    command("push", made.run.root)
+    answer = command("push", store_of(made))
+    assert answer.code == 2
+    assert "is the store of run tiny" in answer.err
+    assert "perdure pull" in answer.err
+
+
+def test_empty_names_are_not_the_folder_one_stands_in(made: Any, command: Command, tmp_path: Path) -> None:
+    """`perdure pull "$URL" "$DIR"` with a variable that is not set."""
+    command("push", made.run.root)
+    for arguments in (("pull", "", tmp_path / "new"), ("pull", store_of(made), ""), ("restore", made.run.root, "")):
+        answer = command(*arguments)
+        assert answer.code == 2
+        assert " is empty" in answer.err
+    assert not (tmp_path / "new").exists()
