@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from perdure.cli.render import visible
 from perdure.tasks.redact import redact
 from perdure.training.errors import ConfigError, DiskFull, PerdureError
 
@@ -96,7 +97,7 @@ def _report(message: str, hint: str, code: int, as_json: bool) -> int:
     message, hint = redact(message), redact(hint)
     if as_json:
         print(json.dumps({"error": message, "hint": hint, "exit_code": code}))
-    print(f"perdure: {message}" + (f"\nhint: {hint}" if hint else ""), file=sys.stderr)
+    print(visible(f"perdure: {message}" + (f"\nhint: {hint}" if hint else "")), file=sys.stderr)
     return code
 
 

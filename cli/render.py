@@ -14,6 +14,13 @@ def print_json(value: Mapping[str, Any]) -> None:  # Any: JSON values
     print(json.dumps(value, indent=2))
 
 
+def visible(text: str) -> str:
+    """Text from elsewhere (a user's error, a foreign file) for a terminal: control characters as escapes, lines kept."""
+    return "\n".join(
+        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line) for line in text.split("\n")
+    )
+
+
 def size(count: float) -> str:
     """Bytes in decimal units, as stores and disks are sold."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -39,7 +46,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     used = [index for index in range(len(columns)) if any(str(row[index]) for row in rows)]
     heads, body = [columns[index] for index in used], [[row[index] for index in used] for row in rows]
     right = [all(isinstance(row[index], RIGHT) for row in body) for index in range(len(used))]
-    texts = [[str(cell) for cell in row] for row in body]
+    texts = [[visible(str(cell)) for cell in row] for row in body]
     if sys.stdout.isatty():
         _rich_table(heads, texts, right)
     else:

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         render.print_json(status)
     else:
         for label, text in lines(status):
-            print(f"{label:<14}{text}")
+            print(f"{label:<14}{render.visible(text)}")
     return 0
 
 

@@ -101,7 +101,7 @@ def _print(one: Checked) -> None:
     rate = f"{render.size(one.bytes)} in {one.seconds:.2f} s"
     print(f"{one.name}  {word}  {rate}" + (f"  ({one.note})" if one.note else ""))
     for damage in one.damage[:SHOWN]:
-        print(f"    {damage.part}: {damage.detail}")
+        print(render.visible(f"    {damage.part}: {damage.detail}"))
     if len(one.damage) > SHOWN:
         print(f"    and {len(one.damage) - SHOWN} more; --json lists all")
     sys.stdout.flush()

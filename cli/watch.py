@@ -5,6 +5,7 @@ import sys
 import time
 from typing import Any
 
+from perdure.cli.render import size, visible
 from perdure.training import events, files
 from perdure.training.config import RunConfig
 from perdure.training.events import Event
@@ -14,7 +15,7 @@ _LINES = {
     "run_created": "created run {id}",
     "launch_started": "launch {token} started at step {step}",
     "recovered": "launch {token} goes on from step {step}",
-    "checkpoint_committed": "committed checkpoint {name}: {mb:.1f} MB of {raw_mb:.1f} MB raw, {seconds:.2f} s",
+    "checkpoint_committed": "committed checkpoint {name}: {stored} of {raw} raw, {seconds:.2f} s",
     "save_failed": "could not write the checkpoint of step {step} (try {attempt}): {error}",
     "disk_full": "{text}",
     "verified": "verified {name}",
@@ -36,7 +37,7 @@ class _Blank(dict[str, Any]):  # Any: JSON values
 def describe(event: Event, total: int) -> str:
     """One line for people."""
     data = _Blank(event.data)
-    data["mb"], data["raw_mb"] = float(event.data.get("stored_bytes", 0)) / 1e6, float(event.data.get("raw_bytes", 0)) / 1e6
+    data["stored"], data["raw"] = (size(float(event.data.get(key, 0))) for key in ("stored_bytes", "raw_bytes"))
     data.setdefault("seconds", 0.0)
     if event.kind == "chunk_finished":
         return _describe_chunk(event.data, total)
@@ -44,11 +45,13 @@ def describe(event: Event, total: int) -> str:
 
 
 def _describe_chunk(data: dict[str, Any], total: int) -> str:
-    start, end, seconds = int(data["start"]), int(data["end"]), max(float(data["seconds"]), 1e-9)
-    rate = (end - start + 1) / seconds if seconds > 1e-3 else float("inf")
+    start, end, seconds = int(data["start"]), int(data["end"]), float(data["seconds"])
     loss = f", loss {data['loss']:.4f}" if data.get("loss") is not None else ""
-    left = time.strftime("%H:%M:%S", time.gmtime((total - end) / rate))
-    return f"chunk {start}-{end} of {total} done{loss}, {rate:.2f} steps/s, {left} left"
+    done = f"chunk {start}-{end} of {total} done{loss}"
+    if seconds <= 0:
+        return done
+    minutes, left = divmod(round((total - end) * seconds / (end - start + 1)), 60)
+    return f"{done}, {(end - start + 1) / seconds:.2f} steps/s, {minutes // 60}:{minutes % 60:02}:{left:02} left"
 
 
 class Watcher:
@@ -81,7 +84,7 @@ class Watcher:
         self._bar.start()
 
     def say(self, text: str) -> None:
-        line = f"{time.strftime('%H:%M:%S')} {text}"
+        line = f"{time.strftime('%H:%M:%S')} {visible(text)}"
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         else:
