@@ -31,7 +31,8 @@ def _times(folder: Path, number: int) -> list[float]:
 
 
 def _bare(folder: Path, number: int) -> list[float]:
-    subprocess.run([sys.executable, LOOP / "loop.py", *_settings(folder, number)], check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, LOOP / "loop.py", *_settings(folder, number)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return _times(folder, number)
 
 

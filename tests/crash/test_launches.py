@@ -202,6 +202,16 @@ def test_script_run_by_hand_trains_the_same_numbers_and_saves_nothing(tmp_path: 
     assert not (toml.parent / "runs").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_script_run_by_hand_ends_on_signals_as_any_script_does(tmp_path: Path, number: int) -> None:
+    toml = copy_tiny(tmp_path / "by hand")
+    toml.write_text(toml.read_text() + f"\n[params]\nsleep = 1\ntrace = '{tmp_path}/trace'\n")
+    script = subprocess.Popen([sys.executable, "train.py"], cwd=toml.parent, stderr=subprocess.DEVNULL)
+    wait_until((tmp_path / "trace").exists, "a step")
+    script.send_signal(number)
+    assert script.wait(10) in (-number, 130, 1)
+
+
 def test_nested_loop_with_end_step_cuts_and_resumes_to_the_same_bits(run: Run, reference: str) -> None:
     direct = Direct(run)
     trainer = direct.launch(["params.nested=true"])

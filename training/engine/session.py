@@ -69,7 +69,8 @@ class Session:
         """Restore and return the step to go on from; `steps()` does it by itself. For loops that call `end_step`."""
         if not self._begun:
             self._begun = True
-            signals.install()  # again: a framework may have put its own handlers
+            if self._link:
+                signals.install()  # again: a framework may have put its own handlers
             if self._snapshots is not None:
                 self.step = self._snapshots.begin(self._tracked, self._generators)
             if self._link:
