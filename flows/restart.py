@@ -16,7 +16,7 @@ LONGEST_DELAY_SECS = 60.0
 _RETRIES = {"user": 0, "config": 0, "oom": 1, "nan": 1}
 """How often a class is tried again without progress in between; others up to MAX_WITHOUT_PROGRESS."""
 _SAYS = {
-    "user": "an error in the training code repeats itself",
+    "user": "an error in the training code would only repeat itself",
     "config": "a setting has to be changed first",
     "oom": "it ran out of memory again",
     "nan": "the replay from a verified checkpoint became non-finite again",
@@ -54,9 +54,11 @@ def decide(attempts: Sequence[Attempt]) -> Decision:
     last = attempts[-1]
     same = 0
     for attempt in reversed(attempts):
-        if attempt.error_class != last.error_class or (attempt.progress and same):
+        if attempt.error_class != last.error_class:
             break
         same += 1
+        if attempt.progress:
+            break
     allowed = _RETRIES.get(last.error_class, MAX_WITHOUT_PROGRESS)
     if same > allowed and last.error_class in _RETRIES:
         return Decision(restart=False, delay=0.0, reason=f"not restarting: {_SAYS[last.error_class]}")

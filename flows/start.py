@@ -11,10 +11,10 @@ from perdure.training.checkpoint import catalog, manifest
 from perdure.training.checkpoint.lineage import LaunchRecord
 from perdure.training.checkpoint.run_info import create_run_info, read_run_info
 from perdure.training.config import RunConfig, changed_settings
-from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, StoreError
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, StoreConflict, StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
-from perdure.training.travel.fence import claim_run, take_token
+from perdure.training.travel.fence import claim_run, remote_run_info, take_token
 from perdure.training.travel.pull import pull
 
 
@@ -46,6 +46,12 @@ def open_run(config: RunConfig, store: ObjectStore | None, *, replan: bool) -> S
 def _adopt_or_create(config: RunConfig, run: RunDir, store: ObjectStore | None) -> None:
     """A missing run directory with a store that knows the run is a lost node: bring back what the store has."""
     if store is not None and store.size(RunDir.RUN_KEY) is not None:
+        held = remote_run_info(store)
+        if held.name != config.run.name:
+            raise StoreConflict(
+                f"{store.url} holds run {held.id}, whose name is {held.name!r}, not {config.run.name!r}",
+                "give this run a store.url of its own, or set run.name to go on with that one",
+            )
         try:
             name = pull(store, run)
             events.record(run, "notice", text=f"run directory was empty: brought back checkpoint {name} from {store.url}")
@@ -80,9 +86,13 @@ def _newest_good(run: RunDir) -> CheckpointName | None:
 
 
 def _check_settings(config: RunConfig, run: RunDir, resume: CheckpointName, replan: bool) -> None:
-    if resume.step >= config.run.steps or replan:
+    if replan:
         return
-    changed = changed_settings(manifest.read(run.checkpoint(resume)).config, config.trajectory())
+    old, new = dict(manifest.read(run.checkpoint(resume)).config), config.trajectory()
+    if resume.step >= config.run.steps:  # complete under fewer steps as well
+        old.pop("steps", None)
+        new.pop("steps")
+    changed = changed_settings(old, new)
     if changed:
         raise ConfigError(
             f"{config.path}: settings that decide the weights differ from checkpoint {resume}: {'; '.join(changed)}",

@@ -168,7 +168,7 @@ class _Drive:
     def _refuse(self, end: LaunchEnd, reason: str) -> NoReturn:
         message = f"{self.run.root}: {end.error_class} error at step {end.step}: {end.detail}; {reason}"
         if end.error_class == "config":
-            raise ConfigError(message)
+            raise ConfigError(message, f"the whole error is in {self.run.logs(end.token)}")
         raise TrainingFailed(message, f"see {self.run.logs(end.token)}; the same command starts again")
 
     def _pause(self, seconds: float) -> None:

@@ -5,6 +5,7 @@ stands a fail point, so tests can kill the process or make the call fail at ever
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -177,6 +178,7 @@ def append(path: Path, data: bytes, *, durable: bool = False) -> None:
     fail_point("append", path)
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # another's write is seen page by page: its middle must not be taken for a torn tail
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":
             data = b"\n" + data

@@ -76,13 +76,11 @@ def test_stops_and_says_why_after(attempts: str) -> None:
     assert STOPS[attempts] in decision.reason
 
 
-@pytest.mark.xfail(reason="progress in the last launch does not begin a new budget of its class", strict=True)
 @pytest.mark.parametrize("error_class", ["nan", "oom"])
 def test_progress_of_the_last_launch_protects_it(error_class: str) -> None:
     assert decide(ended(f"{error_class} {error_class}+")).restart
 
 
-@pytest.mark.xfail(reason="a launch that made progress and failed is not counted by the next failure", strict=True)
 @pytest.mark.parametrize("error_class", ["nan", "oom"])
 def test_one_try_without_progress_is_all_there_is_also_after_progress(error_class: str) -> None:
     assert not decide(ended(f"{error_class}+ {error_class}")).restart

@@ -61,7 +61,10 @@ def read_launches(run: RunDir) -> dict[int, LaunchRecord]:
 
 
 def write_end(run: RunDir, end: LaunchEnd) -> None:
-    files.write_atomically(run.launch_end(end.token), msgspec.json.encode(end))
+    """Texts of a user's error may hold what is no Unicode; it is replaced, never a reason not to write."""
+    detail, tail = (text.encode("utf-8", "replace").decode() for text in (end.detail, end.log_tail))
+    whole = msgspec.structs.replace(end, detail=detail, log_tail=tail)
+    files.write_atomically(run.launch_end(end.token), msgspec.json.encode(whole))
 
 
 def read_end(run: RunDir, token: int) -> LaunchEnd | None:

@@ -52,7 +52,7 @@ def classify(error: BaseException) -> str:
         return "oom"
     if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)):
         return "user"
-    if isinstance(error, (OSError, EOFError)):
+    if isinstance(error, OSError):
         return "infrastructure"
     return "user"
 
@@ -82,7 +82,9 @@ def main() -> int:
         train(link)
     except BaseException as error:  # the process entry: told to the agent, printed to the log
         traceback.print_exc()
-        where = traceback.format_exception_only(error)[-1].strip()
+        where = str(error) if isinstance(error, PerdureError) else traceback.format_exception_only(error)[-1].strip()
+        if isinstance(error, SyntaxError) and error.filename:
+            where = f"{error.filename}:{error.lineno}: {where}"
         if isinstance(error, SystemExit) and error.code in (0, None):
             where = "the entry function called sys.exit()"
         if isinstance(error, PerdureError) and error.hint:

@@ -31,6 +31,7 @@ class Session:
         self._tracked: dict[str, Any] = {}  # Any: whatever has state_dict and load_state_dict
         self._generators: dict[str, Any] = {}  # Any: torch.Generator, random.Random, numpy Generator
         self._begun = False
+        self._iterating = False
         run = RunDir(Path(link.welcome["run_dir"])) if link else None
         self._metrics = Metrics(run.metrics(int(link.welcome["token"])) if link and run else None)
         self._snapshots = Snapshots(link, run, self._metrics) if link and run else None
@@ -61,13 +62,16 @@ class Session:
     def steps(self) -> Iterator[int]:
         """The steps still to be made, each by its number from 0. A checkpoint is cut after the whole loop body."""
         self.resume()
+        self._iterating = True
         while self._may_go_on():
             yield self.step
-            self.end_step()
+            self._end_step()
 
     def resume(self) -> int:
         """Restore and return the step to go on from; `steps()` does it by itself. For loops that call `end_step`."""
         if not self._begun:
+            if self._link and not self._tracked:
+                raise ConfigError("nothing is tracked, so nothing could be resumed", "call session.track(model=..., ...) first")
             self._begun = True
             if self._link:
                 signals.install()  # again: a framework may have put its own handlers
@@ -81,6 +85,11 @@ class Session:
         """Mark the end of one optimizer step and everything that belongs to it. False: leave the loop."""
         if not self._begun:
             raise ConfigError("session.end_step() came before session.resume()", "call resume() once after track()")
+        if self._iterating:
+            raise ConfigError("session.end_step() was called inside session.steps(), which does it by itself", "leave it out")
+        return self._end_step()
+
+    def _end_step(self) -> bool:
         self.step += 1
         if self._snapshots is not None and self._link is not None:
             self._snapshots.finished_step(self.step)

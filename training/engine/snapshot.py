@@ -14,7 +14,7 @@ from perdure.training.engine.restore import restore
 from perdure.training.engine.rng import Generators, load_rng, rng_leaves
 from perdure.training.engine.stage import Stager
 from perdure.training.engine.state import Tracked, collect, note_built
-from perdure.training.errors import NonFinite
+from perdure.training.errors import ConfigError, NonFinite
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.slots import About
 
@@ -45,6 +45,12 @@ class Snapshots:
     def begin(self, tracked: Tracked, generators: Generators) -> int:
         """Load the checkpoint the agent names, if any, check it, and return the step to go on from."""
         self._tracked, self._generators = tracked, generators
+        for label, thing in tracked.items():
+            if type(thing).__name__ == "StatefulDataLoader" and getattr(thing, "_iterator", None) is not None:
+                raise ConfigError(
+                    f"an iterator of {label!r} was made before the first step: on resume it would start the epoch again",
+                    "call iter() after session.resume(), or inside the loop over session.steps()",
+                )
         note_built(tracked)
         self._environment = environment.environment()
         self._code = environment.code_state(Path(self._link.welcome["config_dir"]))
