@@ -1,7 +1,6 @@
 """Session: the one object a user's training code meets. It restores, hands out steps, and cuts checkpoints between them."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,8 +151,3 @@ class Session:
                 f"the entry function returned after step {self.step} of {self.total_steps}", "see `session.steps()`"
             )
         self._link.say(finished=self.step >= self.total_steps, stopped=self.stopped, step=self.step, phase="leaving")
-
-
-def is_managed() -> bool:
-    """Whether this process was started by Perdure."""
-    return "PERDURE_AGENT_SOCKET" in os.environ
