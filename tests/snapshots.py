@@ -76,4 +76,4 @@ def write(run: RunDir, source: Source, *more: Source, name: CheckpointName | Non
     """Commit a checkpoint of that step, launch 1, one rank per source."""
     files.make_dirs(run.checkpoints)
     name = name or CheckpointName(source.about.step, 1)
-    return write_checkpoint(run, RUN_ID, name, [source, *more], level=1, threads=threads)
+    return write_checkpoint(run, RUN_ID, name, [source, *more], encoding="auto", threads=threads)

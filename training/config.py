@@ -36,10 +36,23 @@ class RunSection(_Section, frozen=True, kw_only=True):
 class CheckpointSection(_Section, frozen=True, kw_only=True):
     every: int = 0
     """Steps between checkpoints; 0: at chunk ends only."""
-    level: int = 1
-    """zstd level of compressible planes (1 is best on exponents: facts/checkpoints.md)."""
+    snapshot_every: int = 0
+    """Steps between snapshots that stay in memory: what a dying rank loses at most; 0: only those that become checkpoints."""
+    full_every: int = 0
+    """Steps between full checkpoints, those between them are increments; 0: all are full."""
+    encoding: Literal["auto", "raw", "small"] = "auto"
+    """auto: what can be made smaller quickly; raw: nothing, for a disk faster than the encoder; small: as small as it gets."""
     threads: int = 1
     """Threads of the saver."""
+    lazy: bool = False
+    """Copy parameters and optimizer state beside the next forward and backward; only optimizer.step() waits for the copy."""
+    audit: bool = False
+    """The rank digests its live tensors at each checkpoint, and the saver compares; slow, for proving an installation."""
+
+
+class RetentionSection(_Section, frozen=True, kw_only=True):
+    keep_last: int = 0
+    """When room is short, verified checkpoints older than the newest so many may be deleted; 0: none."""
 
 
 class StoreSection(_Section, frozen=True, kw_only=True):
@@ -80,6 +93,7 @@ class _Document(_Section, frozen=True, kw_only=True):
     run: RunSection
     params: dict[str, Any] = {}  # Any: TOML values, handed to the user's code untouched
     checkpoint: CheckpointSection = CheckpointSection()
+    retention: RetentionSection = RetentionSection()
     store: StoreSection = StoreSection()
     launch: LaunchSection = LaunchSection()
     notify: NotifySection = NotifySection()
@@ -103,6 +117,11 @@ class RunConfig(_Document, frozen=True, kw_only=True):
     def is_save_step(self, step: int) -> bool:
         """A checkpoint is due after this step."""
         return step > 0 and (step % self.save_every == 0 or step % self.run.chunk == 0 or step >= self.run.steps)
+
+    def is_full_step(self, step: int) -> bool:
+        """The checkpoint after this step is a full one; the last of a run always is."""
+        every = self.checkpoint.full_every
+        return every == 0 or step % every == 0 or step >= self.run.steps
 
     def chunk_end(self, step: int) -> int:
         """Last step of the chunk that starts after `step`."""
@@ -163,6 +182,7 @@ def _absolute_store(url: str, base: Path, where: str) -> str:
 
 def _check(document: _Document, where: str) -> None:
     run, checkpoint, store, launch = document.run, document.checkpoint, document.store, document.launch
+    every = max(1, checkpoint.every or run.chunk)
     rules: list[tuple[bool, str, str]] = [
         (
             bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run.name)),
@@ -178,7 +198,22 @@ def _check(document: _Document, where: str) -> None:
             f"checkpoint.every = {checkpoint.every} is larger than run.chunk = {run.chunk}",
             "a chunk always ends with a checkpoint: lower checkpoint.every or raise run.chunk",
         ),
-        (1 <= checkpoint.level <= 19, f"checkpoint.level = {checkpoint.level} is not a zstd level", "use 1 to 19"),
+        (
+            0 <= checkpoint.snapshot_every <= every,
+            f"checkpoint.snapshot_every = {checkpoint.snapshot_every} is not between 0 and the {every} "
+            "steps between checkpoints",
+            "a checkpoint is a snapshot too: use fewer steps, or 0 for none in between",
+        ),
+        (
+            checkpoint.full_every >= 0 and checkpoint.full_every % every == 0,
+            f"checkpoint.full_every = {checkpoint.full_every} is not a multiple of the {every} steps between checkpoints",
+            "use such a multiple, or 0 for full checkpoints only",
+        ),
+        (
+            document.retention.keep_last >= 0,
+            f"retention.keep_last = {document.retention.keep_last} is negative",
+            "use 0 for all",
+        ),
         (1 <= checkpoint.threads <= 256, f"checkpoint.threads = {checkpoint.threads} is out of range", "use 1 to 256"),
         (5 <= store.part_mib <= 5120, f"store.part_mib = {store.part_mib} is out of range", "S3 parts have 5 to 5120 MiB"),
         (launch.processes >= 1, f"launch.processes = {launch.processes} is less than 1", "use 1"),

@@ -168,7 +168,7 @@ def test_a_blob_of_any_type_and_content_decodes_to_itself(dtype: str, items: int
         "few": lambda: rng.integers(0, 3, size, np.uint8).tobytes(),
         "normal": lambda: np.resize(rng.normal(0, 0.02, 5000).astype(np.float32), size // 4 + 1).tobytes()[:size],
     }[content]()
-    blob = encode_blob(memoryview(raw), dtype, 1)
+    blob = encode_blob(memoryview(raw), dtype, "auto")
     stored = b"".join(bytes(part) for part in blob.parts)
     assert len(stored) == blob.stored
     assert bytes(decode_blob(memoryview(stored), blob.layout, dtype, size)) == raw
@@ -176,19 +176,19 @@ def test_a_blob_of_any_type_and_content_decodes_to_itself(dtype: str, items: int
 
 def test_float_planes_are_rotated_the_exponent_shrinks_and_noise_is_left_alone() -> None:
     raw = np.random.default_rng(0).normal(0, 0.02, 500_000).astype(np.float32).tobytes()
-    blob = encode_blob(memoryview(raw), "float32", 1)
+    blob = encode_blob(memoryview(raw), "float32", "auto")
     transform, planes = blob.layout
     assert transform == ROTATED
     assert [kind for kind, _ in planes] == [ZSTD, RAW, RAW, RAW]
     assert planes[0][1] < 500_000 // 2
-    zeros = encode_blob(memoryview(bytes(1 << 20)), "float64", 1)
+    zeros = encode_blob(memoryview(bytes(1 << 20)), "float64", "auto")
     assert zeros.layout[1] == ((CONSTANT, 1),) * 8
 
 
 def test_encoding_leaves_the_snapshot_as_it_is() -> None:
     raw = bytearray(random_bytes("kept", 40_000))
     before = bytes(raw)
-    encode_blob(memoryview(raw), "bfloat16", 1)
+    encode_blob(memoryview(raw), "bfloat16", "auto")
     assert raw == before
 
 

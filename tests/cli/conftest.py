@@ -100,7 +100,7 @@ class Made:
 
     def write(self, step: int, token: int = 1, leaves: Leaves | None = None) -> Manifest:
         snapshot = Memory(step, leaves or leaves_of(step))
-        return write_checkpoint(self.run, self.id, CheckpointName(step, token), [snapshot], level=1, threads=1)
+        return write_checkpoint(self.run, self.id, CheckpointName(step, token), [snapshot], encoding="auto", threads=1)
 
     @property
     def id(self) -> str:

@@ -91,8 +91,11 @@ WRONG = {
     # checkpoint
     "checkpoint.every=11": "checkpoint.every = 11 is larger than run.chunk = 10",
     "checkpoint.every=-1": "is negative",
-    "checkpoint.level=0": "is not a zstd level",
-    "checkpoint.level=20": "is not a zstd level",
+    "checkpoint.snapshot_every=-1": "is not between 0 and the 10 steps",
+    "checkpoint.snapshot_every=11": "is not between 0 and the 10 steps",
+    "checkpoint.full_every=7": "is not a multiple of the 10 steps",
+    "checkpoint.encoding=zip": "is no choice",
+    "retention.keep_last=-1": "is negative",
     "checkpoint.threads=0": "out of range",
     # store
     "store.url=ftp://a/b": "has an unknown scheme",

@@ -20,7 +20,7 @@ NICENESS = 10
 """Training comes first on a busy machine."""
 
 
-def save(run: RunDir, request: Message, fd: int, run_id: str, level: int, threads: int) -> Message:
+def save(run: RunDir, request: Message, fd: int, run_id: str, encoding: str, threads: int) -> Message:
     """Write the snapshot in `fd`; the answer says `committed` or `failed`."""
     started = time.monotonic()
     name = CheckpointName(request["step"], request["token"])
@@ -28,7 +28,7 @@ def save(run: RunDir, request: Message, fd: int, run_id: str, level: int, thread
     try:
         if not snapshot.whole or snapshot.step != name.step:
             return {"failed": f"slot holds no whole snapshot of step {name.step}", "errno": 0, "path": ""}
-        manifest = write_checkpoint(run, run_id, name, [snapshot], level=level, threads=threads)
+        manifest = write_checkpoint(run, run_id, name, [snapshot], encoding=encoding, threads=threads)
     except OSError as error:
         return {"failed": str(error), "errno": error.errno or 0, "path": str(error.filename or run.checkpoint(name))}
     except PerdureError as error:
@@ -48,9 +48,9 @@ def save(run: RunDir, request: Message, fd: int, run_id: str, level: int, thread
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("run_dir", "run_id"):
+    for name in ("run_dir", "run_id", "encoding"):
         parser.add_argument(name)
-    for name in ("socket_fd", "parent", "level", "threads"):
+    for name in ("socket_fd", "parent", "threads"):
         parser.add_argument(name, type=int)
     options = parser.parse_args()
     die_with_parent(options.parent)
@@ -60,7 +60,7 @@ def main() -> None:
     run, wire = RunDir(Path(options.run_dir)), Wire(socket.socket(fileno=options.socket_fd))
     while not wire.closed:
         for request in wire.receive(None):
-            wire.send(save(run, request, wire.fds.pop(0), options.run_id, options.level, options.threads))
+            wire.send(save(run, request, wire.fds.pop(0), options.run_id, options.encoding, options.threads))
 
 
 if __name__ == "__main__":

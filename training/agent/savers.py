@@ -45,7 +45,8 @@ class Savers:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "perdure.training.agent.saver", str(self._run.root), self._run_id]
-        numbers = [theirs.fileno(), os.getpid(), self._config.checkpoint.level, self._config.checkpoint.threads]
+        command.append(self._config.checkpoint.encoding)
+        numbers = [theirs.fileno(), os.getpid(), self._config.checkpoint.threads]
         self.process = subprocess.Popen(
             command + [str(number) for number in numbers],
             pass_fds=(theirs.fileno(),),

@@ -18,6 +18,7 @@ RAW, ZSTD, CONSTANT = 0, 1, 2
 _SMALLEST = 512
 """Bytes below which planes and frames cost more than they save."""
 _SAMPLE = 1 << 15
+_LEVELS = {"auto": 1, "small": 9}
 _WORTH = 0.97
 """A plane is stored compressed if that leaves at most this share."""
 _FLOATS = {
@@ -66,7 +67,7 @@ def _width_and_transform(dtype: str, size: int) -> tuple[int, int]:
     return width, ROTATED if dtype in _FLOATS else PLANES
 
 
-def encode_blob(raw: memoryview, dtype: str, level: int) -> EncodedBlob:
+def encode_blob(raw: memoryview, dtype: str, encoding: str) -> EncodedBlob:
     """Encode the bytes of one blob; `raw` is not changed and parts may view it."""
     width, transform = _width_and_transform(dtype, len(raw))
     if transform == WHOLE:
@@ -77,17 +78,17 @@ def encode_blob(raw: memoryview, dtype: str, level: int) -> EncodedBlob:
             words = (words << np.array(1, words.dtype)) | (words >> np.array(8 * width - 1, words.dtype))
         table = words.view(np.uint8).reshape(-1, width)
         planes = [np.ascontiguousarray(table[:, column]) for column in reversed(range(width))]
-    stored = [_encode_plane(plane, level) for plane in planes]
+    stored = [_encode_plane(plane, encoding) for plane in planes]
     return EncodedBlob([part for _, part in stored], (transform, tuple((kind, len(part)) for kind, part in stored)))
 
 
-def _encode_plane(plane: _Bytes, level: int) -> tuple[int, Any]:  # Any: bytes or a uint8 array
+def _encode_plane(plane: _Bytes, encoding: str) -> tuple[int, Any]:  # Any: bytes or a uint8 array
     size = len(plane)
-    if size < _SMALLEST:
+    if size < _SMALLEST or encoding == "raw":
         return RAW, plane
     if plane[0] == plane[-1] and not np.any(plane != plane[0]):
         return CONSTANT, plane[:1].tobytes()
-    compressor = _compressor(level)
+    compressor = _compressor(_LEVELS[encoding])
     if size > 4 * _SAMPLE:
         middle = size // 2
         probe = np.concatenate((plane[:_SAMPLE], plane[middle : middle + _SAMPLE]))

@@ -39,9 +39,9 @@ class SnapshotSource(Protocol):
 class _Encoded:
     """A finished blob: digest of its raw bytes, taken first, and what is to be stored."""
 
-    def __init__(self, raw: memoryview, dtype: str, level: int) -> None:
+    def __init__(self, raw: memoryview, dtype: str, encoding: str) -> None:
         self.digest = blake3.blake3(raw).digest()
-        self.blob: EncodedBlob = encode_blob(raw, dtype, level)
+        self.blob: EncodedBlob = encode_blob(raw, dtype, encoding)
         stored = xxhash.xxh3_128()
         for part in self.blob.parts:
             stored.update(part)
@@ -49,7 +49,7 @@ class _Encoded:
 
 
 def write_checkpoint(
-    run: RunDir, run_id: str, name: CheckpointName, snapshots: Sequence[SnapshotSource], *, level: int, threads: int
+    run: RunDir, run_id: str, name: CheckpointName, snapshots: Sequence[SnapshotSource], *, encoding: str, threads: int
 ) -> Manifest:
     """Write and commit checkpoint `name`; rank r is the r-th snapshot. Whatever fails leaves nothing behind; a committed one of
     the same state is returned as it is. Raises OSError (no room, say), CheckpointDamaged where another state has the name."""
@@ -60,7 +60,7 @@ def write_checkpoint(
         _make_folder(folder)
         records, entries = [], []
         for rank, snapshot in enumerate(snapshots):
-            pack, index = _write_pack(folder / rank_pack(rank), snapshot, level, threads)
+            pack, index = _write_pack(folder / rank_pack(rank), snapshot, encoding, threads)
             data = encode_index(index)
             decode_index(data, pack.bytes, str(folder / rank_index(rank)))  # a reader would refuse it: so does the writer
             files.write_atomically(folder / rank_index(rank), data)
@@ -83,7 +83,7 @@ def _make_folder(folder: Path) -> None:
         files.remove(path)
 
 
-def _write_pack(path: Path, snapshot: SnapshotSource, level: int, threads: int) -> tuple[FileRecord, list[IndexEntry]]:
+def _write_pack(path: Path, snapshot: SnapshotSource, encoding: str, threads: int) -> tuple[FileRecord, list[IndexEntry]]:
     whole, size = xxhash.xxh3_128(), 0
     waiting: list[Any] = []  # Any: bytes or uint8 arrays
     index: list[IndexEntry] = []
@@ -98,7 +98,7 @@ def _write_pack(path: Path, snapshot: SnapshotSource, level: int, threads: int) 
             waiting.clear()
 
         gathered = 0
-        for entry, encoded in _encode_all(snapshot, level, threads):
+        for entry, encoded in _encode_all(snapshot, encoding, threads):
             blobs = []
             for raw, item in encoded:
                 blobs.append(Blob(size, item.blob.stored, raw, item.xxh, item.digest, item.blob.layout))
@@ -114,7 +114,9 @@ def _write_pack(path: Path, snapshot: SnapshotSource, level: int, threads: int) 
     return FileRecord(name=path.name, bytes=size, digest=f"xxh3-128:{whole.hexdigest()}"), index
 
 
-def _encode_all(snapshot: SnapshotSource, level: int, threads: int) -> Iterator[tuple[Entry, Iterator[tuple[int, _Encoded]]]]:
+def _encode_all(
+    snapshot: SnapshotSource, encoding: str, threads: int
+) -> Iterator[tuple[Entry, Iterator[tuple[int, _Encoded]]]]:
     """Every leaf with its encoded blobs, in order; a bounded number of blobs is encoded ahead by `threads` threads."""
     work = ((entry, raw) for entry in snapshot.entries for raw in _split(snapshot, entry))
     ahead: deque[_Encoded | Future[_Encoded]] = deque()
@@ -126,7 +128,9 @@ def _encode_all(snapshot: SnapshotSource, level: int, threads: int) -> Iterator[
                 if entry is None or raw is None:
                     return
                 small = len(raw) <= _INLINE
-                ahead.append(_Encoded(raw, entry.dtype, level) if small else pool.submit(_Encoded, raw, entry.dtype, level))
+                ahead.append(
+                    _Encoded(raw, entry.dtype, encoding) if small else pool.submit(_Encoded, raw, entry.dtype, encoding)
+                )
 
         def blobs_of(entry: Entry) -> Iterator[tuple[int, _Encoded]]:
             for start in range(0, entry.nbytes, BLOB_BYTES):
