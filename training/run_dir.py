@@ -24,12 +24,13 @@ class CheckpointName:
         return cls(int(match[1]), int(match[2])) if match else None
 
 
-def rank_pack(rank: int) -> str:
-    return f"rank-{rank:05d}.pack"
+def rank_pack(rank: int, *, rolled_up: bool = False) -> str:
+    """Of a checkpoint as it was written, or of an increment that was made a full in its place (`rolled_up`)."""
+    return f"rank-{rank:05d}{'.full' if rolled_up else ''}.pack"
 
 
-def rank_index(rank: int) -> str:
-    return f"rank-{rank:05d}.index"
+def rank_index(rank: int, *, rolled_up: bool = False) -> str:
+    return f"rank-{rank:05d}{'.full' if rolled_up else ''}.index"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class RunDir:
     def slack_lock(self) -> Path:
         """flock of whoever tells Slack."""
         return self.root / "slack.lock"
+
+    @property
+    def upkeep_lock(self) -> Path:
+        """flock of whoever deletes or rolls up checkpoints."""
+        return self.root / "upkeep.lock"
 
     @property
     def stop_request(self) -> Path:

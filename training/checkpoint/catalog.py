@@ -1,16 +1,20 @@
 """The catalog of a run: its checkpoints with what is known of each, the candidates for a resume, and the leftovers."""
 
 import contextlib
-from collections.abc import Collection
+import os
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from perdure.training import files
 from perdure.training.checkpoint import facts, manifest
-from perdure.training.checkpoint.lineage import committed, lineage
+from perdure.training.checkpoint.lineage import follow, lineage, read_launches
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
-from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
+
+_OF_A_RANK = re.compile(r"rank-[0-9]{5,}(\.full)?\.(pack|index)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +26,43 @@ class Listed:
     problem: str
     """Why there is no manifest."""
     bytes_on_disk: int
+    base: CheckpointName | None = None
+    """The full it needs, when it is an increment."""
+
+
+@dataclass(frozen=True)
+class Catalog:
+    listed: tuple[Listed, ...]
+    """Every committed checkpoint by step and token."""
+    leftovers: tuple[Path, ...]
+
+
+def read_catalog(run: RunDir) -> Catalog:
+    """All that is known of a run's checkpoints, from one look at each folder and file."""
+    found = {path: _sizes(path) for path in _children(run.checkpoints)}
+    launches = read_launches(run)
+    names = {name: path for path, sizes in found.items() if MANIFEST in sizes and (name := CheckpointName.parse(path.name))}
+    ours = set(follow(launches, list(names)))
+    listed = {name: _describe(run, name, name in ours, found[path]) for name, path in sorted(names.items())}
+    left = [path for path in found if CheckpointName.parse(path.name) not in ours]
+    for name in ours:
+        left += [names[name] / file for file in _strays(found[names[name]], listed[name].manifest)]
+    left += [path for path in _children(run.launches) if files.is_temporary(path.name)]
+    return Catalog(tuple(listed.values()), tuple(sorted(left)))
 
 
 def list_checkpoints(run: RunDir) -> list[Listed]:
     """Every committed checkpoint by step and token."""
-    ours = set(lineage(run))
-    return [_describe(run, name, name in ours) for name in committed(run)]
+    return list(read_catalog(run).listed)
 
 
-def _describe(run: RunDir, name: CheckpointName, in_lineage: bool) -> Listed:
+def leftovers(run: RunDir) -> list[Path]:
+    """What a crash left: temporary files, folders without a manifest, checkpoints outside the lineage, packs no manifest
+    names."""
+    return list(read_catalog(run).leftovers)
+
+
+def _describe(run: RunDir, name: CheckpointName, in_lineage: bool, sizes: Mapping[str, int]) -> Listed:
     found, problem = None, ""
     try:
         found = manifest_of(run, name)
@@ -39,27 +71,47 @@ def _describe(run: RunDir, name: CheckpointName, in_lineage: bool) -> Listed:
     return Listed(
         name=name,
         in_lineage=in_lineage,
-        trust=facts.trust(run, name),
+        trust=facts.trust(run, name) if _has_facts(run, name, sizes) else "written",
         manifest=found,
         problem=problem,
-        bytes_on_disk=_bytes_in(run.checkpoint(name)),
+        bytes_on_disk=sum(sizes.values()),
+        base=base_of(found) if found else None,
     )
 
 
-def _bytes_in(folder: Path) -> int:
-    total = 0
-    for path in _children(folder):
-        with contextlib.suppress(FileNotFoundError):  # a checker's temporary file, renamed while we look
-            total += path.lstat().st_size
-    return total
+def _has_facts(run: RunDir, name: CheckpointName, sizes: Mapping[str, int]) -> bool:
+    return any(run.fact(name, copy).name in sizes for copy in ("local", "store"))
+
+
+def _strays(sizes: Mapping[str, int], found: Manifest | None) -> list[str]:
+    """Temporary files, and what a roll-up has not removed yet; under a manifest nobody can read nothing is one."""
+    named = {record.name for record in found.files} if found else set(sizes)
+    return [
+        file for file in sizes if files.is_temporary(file) or (_OF_A_RANK.fullmatch(file) is not None and file not in named)
+    ]
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file in a folder; nothing when it is none, or is being removed while we look."""
+    sizes = {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as children:
+        for child in children:
+            with contextlib.suppress(FileNotFoundError):  # a checker's temporary file, renamed while we look
+                sizes[child.name] = child.stat(follow_symlinks=False).st_size
+    return sizes
 
 
 def _children(folder: Path) -> list[Path]:
-    """What is in a folder; nothing when there is none, or it is being removed while we look."""
+    """What is in a folder; nothing when there is none."""
     try:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def base_of(found: Manifest) -> CheckpointName | None:
+    """The full that an increment needs; None for a full."""
+    return CheckpointName.parse(str(getattr(found.base, "name", found.base))) if found.base else None
 
 
 def manifest_of(run: RunDir, name: CheckpointName) -> Manifest:
@@ -78,17 +130,3 @@ def candidates(run: RunDir) -> list[CheckpointName]:
 
 def newest_with(run: RunDir, trusts: Collection[str]) -> CheckpointName | None:
     return next((name for name in lineage(run) if facts.trust(run, name) in trusts), None)
-
-
-def leftovers(run: RunDir) -> list[Path]:
-    """What a crash left: temporary files, folders without a manifest, checkpoints outside the lineage."""
-    ours = set(lineage(run))
-    found = []
-    for folder in _children(run.checkpoints):
-        name = CheckpointName.parse(folder.name)
-        if name not in ours or not run.manifest(name).exists():
-            found.append(folder)
-        else:
-            found += [path for path in _children(folder) if files.is_temporary(path.name)]
-    found += [path for path in _children(run.launches) if files.is_temporary(path.name)]
-    return sorted(found)
