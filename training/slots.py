@@ -1,8 +1,10 @@
 """The slot: shared memory (a memfd) that holds one rank's snapshot, from which a checkpoint is written.
 
-Layout: 64 bytes of control, the msgpack header, then the data area at `DATA_ALIGN`. A generation counter is raised before
-the copy (odd: being written) and after it (even: whole), so a snapshot torn by a kill is recognised by anyone who maps it."""
+Layout: 64 bytes of control, the entries that hardly ever change (msgpack), the header (msgpack), then the data area at
+`DATA_ALIGN`. A generation counter is raised before the copy (odd: being written) and after it (even: whole), so a snapshot torn
+by a kill is recognised by anyone who maps it."""
 
+import contextlib
 import mmap
 import os
 import struct
@@ -13,8 +15,15 @@ import msgspec
 
 CONTROL_BYTES = 64
 DATA_ALIGN = 4096
-_CONTROL = struct.Struct("<8sQQQQ")  # magic, generation, step, header bytes, data offset
-_MAGIC = b"PRDSLOT1"
+HEADER_ROOM = 1 << 18
+"""Bytes kept for the header, so that a longer one does not move the data area."""
+_CONTROL = struct.Struct("<8sQQQQQ")  # magic, generation, step, bytes of fixed entries, header bytes, data offset
+_GENERATION = struct.Struct("<8sQ")
+_MAGIC = b"PRDSLOT2"
+
+
+def aligned(size: int) -> int:
+    return -(-size // DATA_ALIGN) * DATA_ALIGN
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +59,22 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     about: About
     entries: tuple[Entry, ...]
+    """Those that are not among the fixed ones."""
+    state_digest: str = ""
+    """Of the live tensors, by the rank itself (`checkpoint.audit`)."""
+
+
+_decode_entries = msgspec.msgpack.Decoder(tuple[Entry, ...]).decode
+
+
+def encode_entries(entries: Sequence[Entry]) -> bytes:
+    """What `SlotWriter.begin` takes as `fixed`."""
+    return msgspec.msgpack.encode(entries)
+
+
+def slot_bytes(fixed: bytes, data_bytes: int) -> int:
+    """Size of a slot that holds these, with the usual room for a header."""
+    return aligned(CONTROL_BYTES + len(fixed) + HEADER_ROOM) + aligned(data_bytes)
 
 
 def create_slot(name: str) -> int:
@@ -59,39 +84,44 @@ def create_slot(name: str) -> int:
     return fd
 
 
-def aligned(size: int) -> int:
-    return -(-size // DATA_ALIGN) * DATA_ALIGN
-
-
 class SlotWriter:
-    """The rank's side of one slot: `reserve`, `begin`, fill `data`, `finish`. Nobody reads between begin and finish."""
+    """The rank's side of one slot: `reserve`, `begin`, fill the data area, `finish`. Nobody reads between begin and finish."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self.map = mmap.mmap(fd, os.fstat(fd).st_size)
         self.generation = 0
+        self._fixed = b""
+        self._data = 0
 
     def reserve(self, size: int) -> bool:
         """Grow to hold `size` bytes and touch them, so that no later copy pays for page faults. True when it grew."""
-        if len(self._map) >= size:
+        if len(self.map) >= size:
             return False
         os.ftruncate(self._fd, aligned(size))  # the old mapping goes with the last view into it
-        self._map = mmap.mmap(self._fd, aligned(size), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.map = mmap.mmap(self._fd, aligned(size), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         return True
 
-    def begin(self, header: Header, data_bytes: int) -> tuple[mmap.mmap, int]:
-        """Mark the slot as being written; returns the mapping and the offset of the data area in it."""
+    def begin(self, header: Header, data_bytes: int, fixed: bytes = b"") -> tuple[mmap.mmap, int]:
+        """Mark the slot as being written; returns the mapping and the offset of the data area in it. The very same `fixed`
+        object as last time is not written again."""
         text = msgspec.msgpack.encode(header)
-        data = aligned(CONTROL_BYTES + len(text))
-        self.reserve(data + data_bytes)
         self.generation += 1 + self.generation % 2
-        _CONTROL.pack_into(self._map, 0, _MAGIC, self.generation, header.about.step, len(text), data)
-        self._map[CONTROL_BYTES : CONTROL_BYTES + len(text)] = text
-        return self._map, data
+        _GENERATION.pack_into(self.map, 0, _MAGIC, self.generation)
+        if fixed is not self._fixed or CONTROL_BYTES + len(fixed) + len(text) > self._data:
+            self._data = aligned(CONTROL_BYTES + len(fixed) + max(HEADER_ROOM, len(text)))
+            self.reserve(self._data + aligned(data_bytes))
+            self.map[CONTROL_BYTES : CONTROL_BYTES + len(fixed)] = fixed
+            self._fixed = fixed
+        self.reserve(self._data + data_bytes)
+        start = CONTROL_BYTES + len(fixed)
+        self.map[start : start + len(text)] = text
+        _CONTROL.pack_into(self.map, 0, _MAGIC, self.generation, header.about.step, len(fixed), len(text), self._data)
+        return self.map, self._data
 
     def finish(self) -> None:
         self.generation += 1
-        struct.pack_into("<Q", self._map, 8, self.generation)
+        struct.pack_into("<Q", self.map, 8, self.generation)
 
 
 class Snapshot:
@@ -100,11 +130,15 @@ class Snapshot:
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ)
         self._view = memoryview(self._map)
-        magic, self.generation, self.step, header_bytes, self._data = _CONTROL.unpack_from(self._map, 0)
-        self.whole = magic == _MAGIC and self.generation > 0 and self.generation % 2 == 0
+        magic, self.generation, self.step, fixed, header_bytes, self._data = _CONTROL.unpack_from(self._map, 0)
         self.header: Header | None = None
-        if self.whole:
-            self.header = msgspec.msgpack.decode(self._view[CONTROL_BYTES : CONTROL_BYTES + header_bytes], type=Header)
+        self._fixed: tuple[Entry, ...] = ()
+        if magic == _MAGIC and self.generation > 0 and self.generation % 2 == 0:
+            start = CONTROL_BYTES + fixed
+            with contextlib.suppress(msgspec.DecodeError):  # a rank that went mad wrote into it
+                self._fixed = _decode_entries(self._view[CONTROL_BYTES:start]) if fixed else ()
+                self.header = msgspec.msgpack.decode(self._view[start : start + header_bytes], type=Header)
+        self.whole = self.header is not None
 
     @property
     def about(self) -> About:
@@ -112,9 +146,9 @@ class Snapshot:
         return self.header.about
 
     @property
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> tuple[Entry, ...]:
         assert self.header is not None
-        return self.header.entries
+        return self._fixed + self.header.entries
 
     def data(self, entry: Entry) -> memoryview:
         start = self._data + entry.offset

@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 
-from perdure.training.slots import DATA_ALIGN, About, Entry, Header, SlotWriter, Snapshot, aligned, create_slot
+from perdure.training.slots import (
+    CONTROL_BYTES,
+    DATA_ALIGN,
+    HEADER_ROOM,
+    About,
+    Entry,
+    Header,
+    SlotWriter,
+    Snapshot,
+    aligned,
+    create_slot,
+    encode_entries,
+)
 
 
 @pytest.fixture
@@ -124,9 +136,9 @@ def test_writer_killed_in_the_copy_leaves_a_torn_snapshot_to_whoever_maps_it(bef
 def test_slot_grows_in_whole_pages_and_keeps_what_it_holds(fd: int) -> None:
     writer = SlotWriter(fd)
     fill(writer, b"abc")
-    assert writer.reserve(100_000)
-    assert os.fstat(fd).st_size == aligned(100_000) == 102_400
-    assert not writer.reserve(102_400), "already that large"
+    assert writer.reserve(1_000_000)
+    assert os.fstat(fd).st_size == aligned(1_000_000) == 1_003_520
+    assert not writer.reserve(1_003_520), "already that large"
     assert read(fd) == (True, 7, b"abc")
 
 
@@ -160,7 +172,45 @@ def test_many_leaves_move_the_data_area_behind_the_header(fd: int) -> None:
     snapshot.close()
 
 
-@pytest.mark.parametrize("junk", [b"\x00" * 64, b"PRDSLOT2" + b"\x02" * 56, b"\xff" * 64], ids=["zeros", "other", "ones"])
+def test_fixed_entries_come_first_and_stay_while_the_header_changes(fd: int) -> None:
+    fixed = encode_entries([entry("weights", 0, 4), entry("bias", 64, 1)])
+    writer = SlotWriter(fd)
+    bases = set()
+    for step, text in enumerate((b"a", b"bcd", b"ef")):
+        space, base = writer.begin(header(entry("plain", 128, len(text)), step=step), 128 + len(text), fixed)
+        bases.add(base)
+        space[base : base + 4], space[base + 128 : base + 128 + len(text)] = b"%04d" % step, text
+        writer.finish()
+        snapshot = Snapshot(fd)
+        assert [one.path for one in snapshot.entries] == ["weights", "bias", "plain"]
+        assert (bytes(snapshot.data(snapshot.entries[0])), bytes(snapshot.data(snapshot.entries[2]))) == (b"%04d" % step, text)
+        snapshot.close()
+    assert len(bases) == 1, "the data area does not move when only the header changes"
+
+
+def test_header_longer_than_its_room_moves_the_data_area(fd: int) -> None:
+    writer = SlotWriter(fd)
+    fill(writer, b"short")
+    said = about(8, config={"text": "x" * HEADER_ROOM})
+    space, base = writer.begin(Header(about=said, entries=(entry("x", 0, 5),)), 5)
+    space[base : base + 5] = b"still"
+    writer.finish()
+    assert read(fd) == (True, 8, b"still")
+
+
+@pytest.mark.parametrize("where", ["fixed", "header"])
+def test_header_scribbled_over_by_a_rank_gone_mad_is_no_snapshot(where: str, fd: int) -> None:
+    fixed = encode_entries([entry("weights", 0, 4)])
+    writer = SlotWriter(fd)
+    writer.begin(header(), 4, fixed)
+    writer.finish()
+    assert read(fd)[0]
+    at = CONTROL_BYTES + (0 if where == "fixed" else len(fixed))
+    writer.map[at : at + 4] = b"\xc1\xc1\xc1\xc1"
+    assert not read(fd)[0]
+
+
+@pytest.mark.parametrize("junk", [b"\x00" * 64, b"PRDSLOT3" + b"\x02" * 56, b"\xff" * 64], ids=["zeros", "other", "ones"])
 def test_foreign_memory_is_no_snapshot(junk: bytes, fd: int) -> None:
     with mmap.mmap(fd, DATA_ALIGN) as space:
         space[:64] = junk

@@ -1,93 +1,127 @@
-"""Staging: one copy of every leaf of the state into a slot, at memory speed. The step pays for this copy and nothing else."""
+"""Staging: one copy of every leaf of the state into a slot, at memory speed. The step pays for this copy and nothing else.
+
+What does not change from save to save (paths, offsets, views into the slots) is made once."""
 
 import math
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from perdure.training.engine import device, host_memory
 from perdure.training.engine.leaves import Leaf
-from perdure.training.slots import About, Entry, Header, SlotWriter
+from perdure.training.slots import About, Entry, Header, SlotWriter, encode_entries, slot_bytes
 
 _ALIGN = 64
+_PLAIN_ROOM = 1 << 20
+"""Bytes by which plain leaves may grow without the slot growing."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Layout:
-    """Where the leaves of one shape of state go; reused while nothing but values changes."""
+    """Where the tensors of one shape of state go; reused while nothing but values changes."""
 
+    key: list[tuple[str, str, tuple[int, ...]]]
     entries: tuple[Entry, ...]
     data_bytes: int
+    fixed: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fixed = encode_entries(self.entries)
 
 
-def lay_out(leaves: Sequence[Leaf]) -> _Layout:
-    """Assign offsets: tensors first (theirs never move from save to save), then plain leaves, whose sizes vary."""
-    offset, entries = 0, []
+def _lay_out(leaves: Sequence[Leaf], start: int) -> tuple[tuple[Entry, ...], int]:
+    """Entries with their offsets, from `start`; and where they end."""
+    offset, entries = start, []
     for leaf in leaves:
-        nbytes = _nbytes(leaf)
-        entries.append(
-            Entry(path=leaf.path, kind=leaf.kind, dtype=leaf.dtype, shape=tuple(leaf.shape), offset=offset, nbytes=nbytes)
-        )
-        offset += -(-nbytes // _ALIGN) * _ALIGN
-    return _Layout(tuple(entries), offset)
+        size = leaf.value.nbytes if isinstance(leaf.value, torch.Tensor) else len(leaf.value)
+        entries.append(Entry(path=leaf.path, kind=leaf.kind, dtype=leaf.dtype, shape=leaf.shape, offset=offset, nbytes=size))
+        offset += -(-size // _ALIGN) * _ALIGN
+    return tuple(entries), offset
 
 
-def _nbytes(leaf: Leaf) -> int:
-    value = leaf.value
-    return len(value) if isinstance(value, bytes) else value.nbytes
+@dataclass(eq=False)
+class Staging:
+    """A snapshot under way: its slot is marked, its tensors are yet to be copied."""
 
+    slot: SlotWriter
+    paths: list[str]
+    values: list[torch.Tensor]
+    targets: list[torch.Tensor]
 
-def needed_bytes(leaves: Sequence[Leaf]) -> int:
-    """Upper bound of the slot size these leaves need, header included."""
-    header = sum(200 + 4 * len(leaf.path) for leaf in leaves)
-    return lay_out(leaves).data_bytes + header + (1 << 20)
+    def copy(self, chosen: Collection[int] | None = None) -> device.Copies:
+        """Copy these tensors (all by default); on a device it only begins, until `wait` of what is returned."""
+        if chosen is None:
+            return device.copy(self.targets, self.values)
+        return device.copy([self.targets[index] for index in chosen], [self.values[index] for index in chosen])
+
+    def finish(self) -> None:
+        """Everything is there: the snapshot is whole."""
+        self.slot.finish()
 
 
 class Stager:
-    """Copies into slots. Keeps the destination views of each slot between saves."""
+    """Copies into slots. Keeps the layout, and the destination views of each slot, between saves."""
 
     def __init__(self, slots: Sequence[SlotWriter]) -> None:
         self._slots = slots
-        self._views: dict[int, tuple[tuple[object, ...], list[torch.Tensor]]] = {}
+        self._layout: _Layout | None = None
+        self._views: dict[int, tuple[_Layout, mmap.mmap, int, list[torch.Tensor]]] = {}
 
-    def prepare(self, leaves: Sequence[Leaf]) -> None:
-        """Size and touch every slot ahead of the first save."""
-        size = needed_bytes(leaves)
-        for slot in self._slots:
-            slot.reserve(size)
+    def prepare(self, leaves: Sequence[Leaf]) -> int:
+        """Size and touch every slot ahead of a save; how many bytes the state has. Raises ConfigError without the memory."""
+        layout = self._lay_out_tensors([leaf for leaf in leaves if leaf.kind == "tensor"])
+        _, end = _lay_out([leaf for leaf in leaves if leaf.kind == "plain"], layout.data_bytes)
+        self._reserve(range(len(self._slots)), slot_bytes(layout.fixed, end + _PLAIN_ROOM))
+        return end
 
-    def copy(self, number: int, leaves: Sequence[Leaf], about: About) -> None:
+    def copy(self, number: int, leaves: Sequence[Leaf], about: About, state_digest: str = "") -> None:
         """Fill slot `number` with a whole snapshot of `leaves`. Values are copied, never referenced."""
-        ordered = sorted(leaves, key=lambda leaf: leaf.kind == "plain")
-        layout = lay_out(ordered)
-        slot = self._slots[number]
-        space, base = slot.begin(Header(about=about, entries=layout.entries), layout.data_bytes)
-        pairs = list(zip((leaf.value for leaf in ordered), layout.entries, strict=True))
-        filled = [(value.detach(), entry) for value, entry in pairs if isinstance(value, torch.Tensor) and entry.nbytes]
-        if filled:
-            with torch.no_grad():
-                torch._foreach_copy_(self._targets(number, space, base, [entry for _, entry in filled]), [v for v, _ in filled])
-        for value, entry in pairs:
-            if isinstance(value, bytes):
-                space[base + entry.offset : base + entry.offset + entry.nbytes] = value
-        if any(value.is_cuda for value, _ in filled):
-            torch.cuda.synchronize()
-        slot.finish()
+        staging = self.begin(number, leaves, about, state_digest)
+        staging.copy().wait()
+        staging.finish()
 
-    def _targets(self, number: int, space: mmap.mmap, base: int, entries: Sequence[Entry]) -> list[torch.Tensor]:
-        key = (id(space), base, *((entry.dtype, entry.shape, entry.offset) for entry in entries))
+    def begin(self, number: int, leaves: Sequence[Leaf], about: About, state_digest: str = "") -> Staging:
+        """Mark slot `number` and write all but the tensors into it; the caller copies them, then finishes."""
+        tensors, plain = [leaf for leaf in leaves if leaf.kind == "tensor"], [leaf for leaf in leaves if leaf.kind == "plain"]
+        layout, slot = self._lay_out_tensors(tensors), self._slots[number]
+        entries, end = _lay_out(plain, layout.data_bytes)
+        self._reserve([number], slot_bytes(layout.fixed, end))  # before the mark: refused, the old snapshot stays whole
+        header = Header(about=about, entries=entries, state_digest=state_digest)
+        space, base = slot.begin(header, end, layout.fixed)
+        for leaf, entry in zip(plain, entries, strict=True):
+            if isinstance(leaf.value, bytes):
+                space[base + entry.offset : base + entry.offset + entry.nbytes] = leaf.value
+        values = [leaf.value for leaf in tensors if isinstance(leaf.value, torch.Tensor)]
+        return Staging(slot, [path for path, _, _ in layout.key], values, self._targets(number, layout, space, base))
+
+    def _reserve(self, numbers: Collection[int], size: int) -> None:
+        growing = [self._slots[number] for number in numbers if len(self._slots[number].map) < size]
+        if growing:
+            host_memory.require(sum(size - len(slot.map) for slot in growing), size)
+        for slot in growing:
+            device.release(slot.map)
+            slot.reserve(size)
+            device.pin(slot.map)
+
+    def _lay_out_tensors(self, tensors: list[Leaf]) -> _Layout:
+        key = [(leaf.path, leaf.dtype, leaf.shape) for leaf in tensors]
+        if self._layout is None or self._layout.key != key:
+            self._layout = _Layout(key, *_lay_out(tensors, 0))
+        return self._layout
+
+    def _targets(self, number: int, layout: _Layout, space: mmap.mmap, base: int) -> list[torch.Tensor]:
         known = self._views.get(number)
-        if known is not None and known[0] == key:
-            return known[1]
-        views = [
-            torch.frombuffer(
-                space,
-                dtype=getattr(torch, entry.dtype),
-                count=max(1, math.prod(entry.shape)),
-                offset=base + entry.offset,
-            ).view(entry.shape)
-            for entry in entries
-        ]
-        self._views[number] = (key, views)
+        if known is not None and known[0] is layout and known[1] is space and known[2] == base:
+            return known[3]
+        views = [_view(space, base, entry) for entry in layout.entries]
+        self._views[number] = (layout, space, base, views)
         return views
+
+
+def _view(space: mmap.mmap, base: int, entry: Entry) -> torch.Tensor:
+    dtype, count = getattr(torch, entry.dtype), math.prod(entry.shape)
+    if not count:
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.frombuffer(space, dtype=dtype, count=count, offset=base + entry.offset).view(entry.shape)
