@@ -38,6 +38,7 @@ VERBS = {
     "restore": Verb("write a checkpoint's content to a .safetensors or .pt file", "perdure restore runs/gpt model.safetensors"),
     "push": Verb("copy what the store lacks, and read it back", "perdure push runs/gpt"),
     "pull": Verb("bring a run back from its store", "perdure pull s3://bucket/gpt runs/gpt"),
+    "prune": Verb("delete what retention lets go, and what crashes left", "perdure prune runs/gpt --keep-last 3 --dry-run"),
     "stop": Verb("ask a running run to save and stop", "perdure stop runs/gpt"),
 }
 

@@ -24,6 +24,8 @@ class Target:
     name: str
     store_url: str
     store: StoreSection
+    keep_last: int | None = None
+    """Of the run.toml; None: the target is a run directory, which does not say."""
 
     def started(self) -> RunInfo:
         """The run's info. Raises CheckpointNotFound when it has none yet."""
@@ -121,7 +123,8 @@ def _of_config(path: Path, overrides: Sequence[str]) -> Target:
     run = RunDir(config.run_dir)
     info = read_run_info(run) if run.run_json.exists() else None
     return Target(
-        run=run, info=info, steps=config.run.steps, name=config.run.name, store_url=config.store_url, store=config.store
+        run=run, info=info, steps=config.run.steps, name=config.run.name, store_url=config.store_url, store=config.store,
+        keep_last=config.retention.keep_last,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ MAX_LINE = 64 * 1024
 @dataclass(frozen=True, kw_only=True)
 class Event:
     kind: str
-    """Past tense: run_created, launch_started, checkpoint_committed, verified, quarantined, pushed, push_failed,
+    """Past tense: run_created, launch_started, checkpoint_committed, verified, quarantined, pushed, push_failed, pruned,
     chunk_finished, failed, recovered, stopped, completed, notice."""
     time: float
     """Unix seconds."""

@@ -55,6 +55,10 @@ class Done:
     spared: dict[CheckpointName, str] = field(default_factory=dict)
     """What the plan let go and the moment did not, with why."""
 
+    @property
+    def freed(self) -> int:
+        return sum(one.bytes for one in (*self.removed, *self.swept))
+
 
 def survey(run: RunDir, keep_last: int, *, stored: bool, is_idle: Callable[[], bool]) -> Survey:
     """Look, decide, delete nothing. `is_idle`: whether nobody drives or trains this run; asked after everything was listed, so

@@ -1,0 +1,36 @@
+"""Prunes and rolls up, each time in a forked process of its own that a fail plan may kill: one start for all kills.
+
+A line of JSON in (plan, act, run, keep_last or name), the exit status of the process that did it out (negative: the signal)."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from perdure.training import files
+from perdure.training.checkpoint import prune
+from perdure.training.checkpoint.upkeep import upkeep
+from perdure.training.run_dir import RunDir
+
+
+def act(order: dict[str, str | int]) -> None:
+    run = RunDir(Path(str(order["run"])))
+    files.plan_failure(str(order["plan"]))
+    files.set_role("prune")
+    with upkeep(run):
+        found = prune.survey(run, int(order["keep_last"]), stored=False, is_idle=lambda: True)
+        prune.execute(run, found)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        order = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            act(order)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

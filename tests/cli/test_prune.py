@@ -1,0 +1,91 @@
+"""`prune` shows what goes and why, then deletes exactly that; and says so when there is nothing to do."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from perdure.training.checkpoint.facts import Fact, write_fact
+from perdure.training.run_dir import CheckpointName
+
+Command = Callable[..., Any]
+
+
+def proven(made: Any, *steps: int, copy: str = "local") -> None:
+    for step in steps:
+        write_fact(made.run, CheckpointName(step, 1), Fact(copy=copy, checked_at=time.time(), result="good"))
+
+
+def stored(made: Any, *steps: int) -> None:
+    """The run of these tests has a store: only what is in it counts."""
+    proven(made, *steps)
+    proven(made, *steps, copy="store")
+
+
+def names(made: Any) -> list[str]:
+    return sorted(path.name for path in made.run.checkpoints.iterdir())
+
+
+def test_a_dry_run_shows_a_reason_for_each_and_deletes_nothing(made: Any, command: Command) -> None:
+    stored(made, 20, 40)
+    answer = command("prune", made.run.root, "--keep-last", "1", "--dry-run")
+    head, first, second, last = answer.out.splitlines()
+    assert head.split() == ["checkpoint", "action", "on", "disk", "reason"]
+    assert first.split()[:2] == ["000000000020-0001", "remove"]
+    assert first.endswith("older than what is kept")
+    assert second.split()[:2] == ["000000000040-0001", "keep"]
+    assert second.endswith("one of the newest 1; the newest verified")
+    assert last.startswith("would delete 1 checkpoints and 0 leftovers, ")
+    assert len(names(made)) == 2
+
+
+def test_what_was_shown_is_deleted_and_the_bytes_are_those_of_the_disk(made: Any, command: Command) -> None:
+    stored(made, 20, 40)
+    size = sum(path.stat().st_size for path in made.run.checkpoint(CheckpointName(20, 1)).iterdir())
+    answer = command("prune", made.toml, "--set", "retention.keep_last=1", "--json").json
+    assert answer["removed"] == ["000000000020-0001"]
+    assert (answer["keep_last"], answer["dry_run"], answer["freed_bytes"]) == (1, False, size)
+    assert [one["action"] for one in answer["checkpoints"]] == ["remove", "keep"]
+    assert names(made) == ["000000000040-0001"]
+    again = command("prune", made.run.root, "--keep-last", "1")
+    assert again.code == 0
+    assert "nothing to prune" in again.out
+    assert command("ls", made.run.root, "--json").json["checkpoints"][0]["trust"] == "replicated"
+
+
+def test_what_is_not_in_the_store_stays(made: Any, command: Command) -> None:
+    proven(made, 20, 40)
+    answer = command("prune", made.run.root, "--keep-last", "1")
+    assert "not in the store yet" in answer.out
+    assert "nothing to prune" in answer.out
+    assert len(names(made)) == 2
+
+
+def test_a_torn_folder_is_listed_and_swept(made: Any, command: Command) -> None:
+    torn = made.run.checkpoint(CheckpointName(50, 1))
+    torn.mkdir()
+    (torn / "rank-00000.pack").write_bytes(b"half")
+    shown = command("prune", made.run.root, "--keep-last", "0", "--dry-run").out
+    assert "leftover: never committed" in shown
+    assert "deleted 0 checkpoints and 1 leftovers, 4 B freed" in command("prune", made.run.root, "--keep-last", "0").out
+    assert not torn.exists()
+
+
+def test_by_default_a_run_keeps_everything(made: Any, command: Command) -> None:
+    stored(made, 20, 40)
+    answer = command("prune", made.toml)
+    assert "keep_last is 0: nothing may go" in answer.out
+    assert len(names(made)) == 2
+
+
+def test_a_run_directory_does_not_say_how_many(made: Any, command: Command) -> None:
+    answer = command("prune", made.run.root)
+    assert answer.code == 2
+    assert "--keep-last N" in answer.err
+    assert command("prune", made.run.root, "--keep-last", "-1").code == 2
+
+
+def test_a_run_without_checkpoints_has_nothing_to_prune(made: Any, command: Command) -> None:
+    stored(made, 20, 40)
+    for path in sorted(made.run.checkpoints.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert command("prune", made.run.root, "--keep-last", "1").out.startswith("nothing to prune")
