@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import FIRST, Source, item_bytes, random_bytes, small_source, write
 
-from perdure.training.checkpoint import codec, manifest
-from perdure.training.checkpoint.codec import CONSTANT, ITEM_SIZES, RAW, ROTATED, ZSTD, decode_blob, encode_blob
+from perdure.training.checkpoint import manifest
+from perdure.training.checkpoint.codec import ITEM_SIZES
 from perdure.training.checkpoint.pack import BLOB_BYTES
 from perdure.training.checkpoint.plain import MAX_DEPTH, pack_plain, unpack_plain
 from perdure.training.checkpoint.reader import open_checkpoint
@@ -153,48 +153,6 @@ def test_a_snapshot_that_could_not_be_read_back_is_refused_and_leaves_nothing(ru
     with pytest.raises(PerdureError):
         write(run, source)
     assert list(run.checkpoints.iterdir()) == []
-
-
-# codec
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.sampled_from(DTYPES), st.integers(1, 300), st.sampled_from(["noise", "zeros", "few", "normal"]), st.integers(0, 9))
-def test_a_blob_of_any_type_and_content_decodes_to_itself(dtype: str, items: int, content: str, seed: int) -> None:
-    rng, size = np.random.default_rng(seed), items * items * item_bytes(dtype)
-    raw = {
-        "noise": lambda: rng.bytes(size),
-        "zeros": lambda: bytes(size),
-        "few": lambda: rng.integers(0, 3, size, np.uint8).tobytes(),
-        "normal": lambda: np.resize(rng.normal(0, 0.02, 5000).astype(np.float32), size // 4 + 1).tobytes()[:size],
-    }[content]()
-    blob = encode_blob(memoryview(raw), dtype, "auto")
-    stored = b"".join(bytes(part) for part in blob.parts)
-    assert len(stored) == blob.stored
-    assert bytes(decode_blob(memoryview(stored), blob.layout, dtype, size)) == raw
-
-
-def test_float_planes_are_rotated_the_exponent_shrinks_and_noise_is_left_alone() -> None:
-    raw = np.random.default_rng(0).normal(0, 0.02, 500_000).astype(np.float32).tobytes()
-    blob = encode_blob(memoryview(raw), "float32", "auto")
-    transform, planes = blob.layout
-    assert transform == ROTATED
-    assert [kind for kind, _ in planes] == [ZSTD, RAW, RAW, RAW]
-    assert planes[0][1] < 500_000 // 2
-    zeros = encode_blob(memoryview(bytes(1 << 20)), "float64", "auto")
-    assert zeros.layout[1] == ((CONSTANT, 1),) * 8
-
-
-def test_encoding_leaves_the_snapshot_as_it_is() -> None:
-    raw = bytearray(random_bytes("kept", 40_000))
-    before = bytes(raw)
-    encode_blob(memoryview(raw), "bfloat16", "auto")
-    assert raw == before
-
-
-def test_the_type_table_fits_the_planes() -> None:
-    assert all(BLOB_BYTES % size == 0 for size in ITEM_SIZES.values())
-    assert all(codec._width_and_transform(dtype, 4096)[0] <= size for dtype, size in ITEM_SIZES.items())
 
 
 # plain values

@@ -1,26 +1,28 @@
-"""One blob's bytes: split into byte planes by type, each plane stored raw, as zstd, or as one repeated byte.
+"""One blob's bytes: split into planes by type, each raw, as zstd, or one repeated byte; or the difference from a base.
 
-Floats have their sign rotated to the end first, so that the highest plane is the pure exponent (facts/checkpoints.md). Decoding
-never produces more than the declared number of bytes and accepts exactly what encoding writes."""
+Exponents of floats are a plane of their own (facts/checkpoints.md). Decoding never produces more than the declared number of
+bytes and accepts exactly what encoding writes."""
 
 import threading
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
-WHOLE, PLANES, ROTATED = 0, 1, 2
-"""Transforms: the bytes as they are; planes; planes of the values rotated left by one bit."""
+from perdure.training.checkpoint import planes as split
+from perdure.training.checkpoint.planes import Bytes
+
+WHOLE, PLANES, ROTATED, EXPONENT, FILL, DELTA = range(6)
+"""Transforms: the bytes as they are; a plane a byte; the same of words rotated left by a bit (format 1 only); exponent, sign
+and top mantissa, rest; one element, repeated; a plane a byte of the zigzag difference from the base's words."""
 RAW, ZSTD, CONSTANT = 0, 1, 2
 """How a plane is stored."""
 _SMALLEST = 512
 """Bytes below which planes and frames cost more than they save."""
-_SAMPLE = 1 << 15
-_LEVELS = {"auto": 1, "small": 9}
-_WORTH = 0.97
-"""A plane is stored compressed if that leaves at most this share."""
+_SAMPLES, _SAMPLE = 4, 1 << 14
+"""Pieces, and bytes of each, of which a plane's coding is decided."""
+_ENTROPY = "entropy"
 _FLOATS = {
     "float16": 2,
     "bfloat16": 2,
@@ -45,13 +47,30 @@ ITEM_SIZES = {
 Plane = tuple[int, int]
 """(how it is stored, stored bytes), from the most significant byte down."""
 Layout = tuple[int, tuple[Plane, ...]]
-_Bytes = npt.NDArray[np.uint8]
 _local = threading.local()
 
 
 @dataclass(frozen=True)
+class _Encoding:
+    """How planes are compressed."""
+
+    tried: tuple[int | str, ...]
+    """"entropy" or zstd levels, the quickest first; samples decide."""
+    better: float
+    """Share of the quicker one's size that a slower one must get below."""
+    worth: float
+    """Share of a plane below which it is stored compressed at all."""
+
+
+_ENCODINGS = {
+    "auto": _Encoding((_ENTROPY, 1), better=0.85, worth=0.97),
+    "small": _Encoding((_ENTROPY, 1, 12), better=0.99, worth=0.995),
+}
+
+
+@dataclass(frozen=True)
 class EncodedBlob:
-    parts: list[Any]  # Any: bytes or contiguous uint8 arrays, to be written back to back
+    parts: list[Any]  # Any: bytes, memoryviews or contiguous uint8 arrays, to be written back to back
     layout: Layout
 
     @property
@@ -59,70 +78,145 @@ class EncodedBlob:
         return sum(length for _, length in self.layout[1])
 
 
-def _width_and_transform(dtype: str, size: int) -> tuple[int, int]:
-    """Bytes of a plane group and the transform for `size` bytes of this dtype."""
-    width = _FLOATS.get(dtype) or _INTEGERS.get(dtype) or 1
-    if size < _SMALLEST or width == 1 or size % width:
-        return 1, WHOLE
-    return width, ROTATED if dtype in _FLOATS else PLANES
+def _word(dtype: str) -> int:
+    return _FLOATS.get(dtype) or _INTEGERS.get(dtype) or 1
 
 
 def encode_blob(raw: memoryview, dtype: str, encoding: str) -> EncodedBlob:
-    """Encode the bytes of one blob; `raw` is not changed and parts may view it."""
-    width, transform = _width_and_transform(dtype, len(raw))
-    if transform == WHOLE:
-        planes = [np.frombuffer(raw, np.uint8)]
-    else:
-        words = np.frombuffer(raw, np.dtype(f"<u{width}"))
-        if transform == ROTATED:
-            words = (words << np.array(1, words.dtype)) | (words >> np.array(8 * width - 1, words.dtype))
-        table = words.view(np.uint8).reshape(-1, width)
-        planes = [np.ascontiguousarray(table[:, column]) for column in reversed(range(width))]
-    stored = [_encode_plane(plane, encoding) for plane in planes]
+    """Encode the bytes of one blob; `raw` is not changed and parts may view it. `encoding`: auto, raw, small."""
+    if encoding == "raw" or len(raw) < _SMALLEST:
+        return EncodedBlob([raw], (WHOLE, ((RAW, len(raw)),)))
+    item, width = ITEM_SIZES[dtype], _word(dtype)
+    if _is_fill(split.as_words(raw, 1), item):
+        return EncodedBlob([raw[:item]], (FILL, ((RAW, item),)))
+    if width == 1 or len(raw) % width:
+        return _encode(WHOLE, [split.as_words(raw, 1)], encoding)
+    words = split.as_words(raw, width)
+    if dtype in _FLOATS:
+        return _encode(EXPONENT, split.split_exponent(words), encoding)
+    return _encode(PLANES, split.split_bytes(words), encoding)
+
+
+def encode_delta(raw: memoryview, base: memoryview, dtype: str, encoding: str) -> EncodedBlob:
+    """As the difference from the base's blob of the same length and type."""
+    width = _word(dtype) if len(raw) % _word(dtype) == 0 else 1
+    words = split.subtract(split.as_words(raw, width), split.as_words(base, width))
+    return _encode(DELTA, split.split_bytes(words), "auto" if encoding == "raw" else encoding)
+
+
+def _is_fill(data: Bytes, item: int) -> bool:
+    """Every element is the first: the bytes equal themselves one element on."""
+    head = data[: 8 * item]
+    if len(data) % item or not np.array_equal(head[item:], head[:-item]):
+        return False
+    return bool(np.array_equal(data[item:], data[:-item]))
+
+
+def _encode(transform: int, planes: list[Bytes], encoding: str) -> EncodedBlob:
+    stored = [_encode_plane(plane, _ENCODINGS[encoding]) for plane in planes]
     return EncodedBlob([part for _, part in stored], (transform, tuple((kind, len(part)) for kind, part in stored)))
 
 
-def _encode_plane(plane: _Bytes, encoding: str) -> tuple[int, Any]:  # Any: bytes or a uint8 array
+def _encode_plane(plane: Bytes, encoding: _Encoding) -> tuple[int, Any]:  # Any: bytes or a uint8 array
     size = len(plane)
-    if size < _SMALLEST or encoding == "raw":
+    if size < _SMALLEST:
         return RAW, plane
-    if plane[0] == plane[-1] and not np.any(plane != plane[0]):
+    if _is_fill(plane, 1):
         return CONSTANT, plane[:1].tobytes()
-    compressor = _compressor(_LEVELS[encoding])
-    if size > 4 * _SAMPLE:
-        middle = size // 2
-        probe = np.concatenate((plane[:_SAMPLE], plane[middle : middle + _SAMPLE]))
-        if len(compressor.compress(probe.data)) > _WORTH * len(probe):
-            return RAW, plane
-    packed = compressor.compress(plane.data)
-    return (ZSTD, packed) if len(packed) <= _WORTH * size else (RAW, plane)
+    if size <= 2 * _SAMPLES * _SAMPLE:
+        packed = min((_compressor(how).compress(plane.data) for how in encoding.tried), key=len)
+    else:
+        how = _choose(plane, encoding)
+        packed = _compressor(how).compress(plane.data) if how is not None else b""
+    return (ZSTD, packed) if packed and len(packed) <= encoding.worth * size else (RAW, plane)
 
 
-def _compressor(level: int) -> zstandard.ZstdCompressor:
+def _choose(plane: Bytes, encoding: _Encoding) -> int | str | None:
+    """How to compress, from samples; None: not at all, so noise is stored raw without being compressed."""
+    probe = plane[: len(plane) // _SAMPLES * _SAMPLES].reshape(_SAMPLES, -1)[:, :_SAMPLE].ravel()
+    best, size = None, encoding.worth * len(probe)
+    for how in encoding.tried:
+        packed = len(_compressor(how).compress(probe.data))
+        if packed < size * (1.0 if best is None else encoding.better):
+            best, size = how, packed
+        if best is None:
+            return None
+    return best
+
+
+def _compressor(how: int | str) -> zstandard.ZstdCompressor:
     """One per thread: contexts are not to be shared, and making one per plane is slow."""
-    known: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
-    if level not in known:
-        known[level] = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
-    return known[level]
+    known: dict[int | str, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
+    if how not in known:
+        known[how] = _new_compressor(how)
+    return known[how]
 
 
-def decode_blob(stored: memoryview, layout: Layout, dtype: str, raw_len: int) -> memoryview:
-    """The raw bytes of a blob. Raises ValueError for whatever is not exactly `raw_len` bytes encoded by `layout`."""
+def _new_compressor(how: int | str) -> zstandard.ZstdCompressor:
+    if how != _ENTROPY:
+        return zstandard.ZstdCompressor(level=int(how), write_checksum=True, write_content_size=True)
+    # Exponents hardly ever repeat in runs of seven: with the smallest table zstd allows it finds next to nothing, spends no
+    # time on it, and its Huffman coder gets the whole block. Twice as fast as level 1 and 7 % smaller (docs/performance.md).
+    settings = zstandard.ZstdCompressionParameters(
+        strategy=zstandard.STRATEGY_FAST,
+        min_match=7,
+        hash_log=6,
+        window_log=17,
+        chain_log=6,
+        search_log=1,
+        target_length=0,
+        write_checksum=1,
+        write_content_size=1,
+    )
+    return zstandard.ZstdCompressor(compression_params=settings)
+
+
+def decode_blob(stored: memoryview, layout: Layout, dtype: str, raw_len: int, base: memoryview | None = None) -> memoryview:
+    """The raw bytes of a blob. `base`: the base's raw blob, for a difference. Raises ValueError for whatever is not exactly
+    `raw_len` bytes encoded by `layout`."""
     transform, planes = layout
-    width, expected = _width_and_transform(dtype, raw_len)
-    if transform != expected or len(planes) != width or sum(length for _, length in planes) != len(stored):
+    width = 1 if transform == WHOLE or raw_len % _word(dtype) else _word(dtype)
+    if not _is_possible(transform, len(planes), width, dtype, raw_len) or sum(length for _, length in planes) != len(stored):
         raise ValueError("layout does not fit type and size")
-    if transform == WHOLE:
-        return memoryview(_decode_plane(stored, planes[0], raw_len))
-    table = np.empty((raw_len // width, width), np.uint8)
-    offset = 0
-    for column, plane in zip(reversed(range(width)), planes, strict=True):
-        table[:, column] = np.frombuffer(_decode_plane(stored[offset : offset + plane[1]], plane, len(table)), np.uint8)
+    if transform == FILL:
+        return _decode_fill(stored, ITEM_SIZES[dtype], raw_len)
+    count = raw_len // width
+    sizes = [count, count, count * (width - 2)] if transform == EXPONENT else [count] * width
+    found, offset = [], 0
+    for plane, size in zip(planes, sizes, strict=False):
+        found.append(np.frombuffer(_decode_plane(stored[offset : offset + plane[1]], plane, size), np.uint8))
         offset += plane[1]
-    words = table.reshape(-1).view(np.dtype(f"<u{width}"))
+    if transform == WHOLE:
+        return memoryview(found[0])
+    if transform == EXPONENT:
+        return memoryview(split.join_exponent(found, width))
+    words = split.join_bytes(found)
     if transform == ROTATED:
-        words = (words >> np.array(1, words.dtype)) | (words << np.array(8 * width - 1, words.dtype))
-    return words.view(np.uint8).data
+        words = split.rotate_right(words)
+    if transform == DELTA:
+        if base is None or len(base) != raw_len:
+            raise ValueError("a difference without the base it differs from")
+        words = split.add(words, split.as_words(base, width))
+    return memoryview(words.view(np.uint8))
+
+
+def _is_possible(transform: int, planes: int, width: int, dtype: str, size: int) -> bool:
+    """Whether encoding may have made this transform with so many planes, here or in format 1."""
+    split_up = width > 1 and size >= _SMALLEST
+    return {
+        WHOLE: planes == 1,
+        PLANES: split_up and dtype in _INTEGERS and planes == width,
+        ROTATED: split_up and dtype in _FLOATS and planes == width,
+        EXPONENT: split_up and dtype in _FLOATS and planes == min(width, 3),
+        FILL: planes == 1 and size >= _SMALLEST and size % ITEM_SIZES[dtype] == 0,
+        DELTA: planes == width and size > 0,
+    }.get(transform, False)
+
+
+def _decode_fill(stored: memoryview, item: int, size: int) -> memoryview:
+    if len(stored) != item:
+        raise ValueError("a repeated element of the wrong size")
+    return memoryview(np.tile(np.frombuffer(stored, np.uint8), size // item))
 
 
 def _decode_plane(stored: memoryview, plane: Plane, size: int) -> Any:  # Any: bytes, memoryview or a uint8 array
@@ -142,9 +236,17 @@ def decompress(stored: bytes | memoryview, size: int) -> bytes:
         declared = zstandard.get_frame_parameters(stored).content_size
         if declared not in (size, zstandard.CONTENTSIZE_UNKNOWN):
             raise ValueError(f"frame declares {declared} bytes, {size} are expected")
-        data = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size, allow_extra_data=False)
+        data = _decompressor().decompress(stored, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ValueError(f"zstd: {error}") from None
     if len(data) != size:
         raise ValueError(f"frame holds {len(data)} bytes, {size} are expected")
     return data
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    """One per thread."""
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor()
+    known: zstandard.ZstdDecompressor = _local.decompressor
+    return known
