@@ -187,9 +187,9 @@ def decode_blob(stored: memoryview, layout: Layout, dtype: str, raw_len: int, ba
         found.append(np.frombuffer(_decode_plane(stored[offset : offset + plane[1]], plane, size), np.uint8))
         offset += plane[1]
     if transform == WHOLE:
-        return memoryview(found[0])
+        return found[0].data
     if transform == EXPONENT:
-        return memoryview(split.join_exponent(found, width))
+        return split.join_exponent(found, width).data
     words = split.join_bytes(found)
     if transform == ROTATED:
         words = split.rotate_right(words)
@@ -197,7 +197,7 @@ def decode_blob(stored: memoryview, layout: Layout, dtype: str, raw_len: int, ba
         if base is None or len(base) != raw_len:
             raise ValueError("a difference without the base it differs from")
         words = split.add(words, split.as_words(base, width))
-    return memoryview(words.view(np.uint8))
+    return words.view(np.uint8).data
 
 
 def _is_possible(transform: int, planes: int, width: int, dtype: str, size: int) -> bool:
@@ -216,7 +216,7 @@ def _is_possible(transform: int, planes: int, width: int, dtype: str, size: int)
 def _decode_fill(stored: memoryview, item: int, size: int) -> memoryview:
     if len(stored) != item:
         raise ValueError("a repeated element of the wrong size")
-    return memoryview(np.tile(np.frombuffer(stored, np.uint8), size // item))
+    return np.tile(np.frombuffer(stored, np.uint8), size // item).data
 
 
 def _decode_plane(stored: memoryview, plane: Plane, size: int) -> Any:  # Any: bytes, memoryview or a uint8 array
