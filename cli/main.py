@@ -36,6 +36,7 @@ VERBS = {
     "status": Verb("say where a run stands", "perdure status runs/gpt --json"),
     "verify": Verb("read checkpoints back and compare every digest", "perdure verify runs/gpt --step 200"),
     "restore": Verb("write a checkpoint's content to a .safetensors or .pt file", "perdure restore runs/gpt model.safetensors"),
+    "diff": Verb("say which tensors of two checkpoints differ, how much", "perdure diff runs/gpt@100 @200 --only 'model.*'"),
     "push": Verb("copy what the store lacks, and read it back", "perdure push runs/gpt"),
     "pull": Verb("bring a run back from its store", "perdure pull s3://bucket/gpt runs/gpt"),
     "prune": Verb("delete what retention lets go, and what crashes left", "perdure prune runs/gpt --keep-last 3 --dry-run"),

@@ -57,7 +57,7 @@ class Done:
 
     @property
     def freed(self) -> int:
-        return sum(one.bytes for one in (*self.removed, *self.swept))
+        return sum(one.bytes for one in self.removed) + sum(one.bytes for one in self.swept)
 
 
 def survey(run: RunDir, keep_last: int, *, stored: bool, is_idle: Callable[[], bool]) -> Survey:
