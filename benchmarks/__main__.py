@@ -1,36 +1,52 @@
-"""Run every question and write one table (Markdown) and one JSON file, named after the hardware and the day."""
+"""`python -m benchmarks [QUESTION ...] [--quick]`: all questions, or those named; one page, one JSON file and the plots."""
 
-import json
-import os
-import platform
+import argparse
+import contextlib
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import overhead, stall
+import torch
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks import saves
+from benchmarks.report import RESULTS, Question, Report, Section, Setting
+
+QUESTIONS: dict[str, Question] = {
+    "saves-0.4": saves.small,
+    "saves-1.5": saves.large,
+}
 
 
-def hardware() -> str:
-    """CPU model, cores and memory of this machine."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} x {model}, {memory:.0f} GiB"
+def ask(name: str, setting: Setting, report: Report) -> None:
+    """Answer one question. A failure is kept as its answer: the questions after it are still asked."""
+    print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+    section = Section(name)
+    try:
+        for section in QUESTIONS[name](setting):
+            report.keep(name, section)
+    except Exception as error:  # the funnel of a question: it is reported, and what was measured before it stays
+        section.notes.append(f"Not finished: {type(error).__name__}: {error}")
+        report.keep(name, section)
 
 
 def main() -> int:
-    rows = [*stall.measure(), *overhead.measure()]
-    header = ["| question | measured | target | met |", "|---|---|---|---|"]
-    table = [f"| {row['question']} | {row['shown']} | {row['target']} | {'yes' if row['met'] else '**no**'} |" for row in rows]
-    day = time.strftime("%Y-%m-%d")
-    text = "\n".join([f"# Overhead of checkpointing, {day}", "", hardware(), "", *header, *table, ""])
-    RESULTS.mkdir(exist_ok=True)
-    name = f"overhead_{os.cpu_count()}-cores_{day}"
-    (RESULTS / f"{name}.md").write_text(text)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"hardware": hardware(), "day": day, "rows": rows}, indent=1))
-    print(text)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
+    parser.add_argument("--quick", action="store_true", help="tiny states, one round: does every row work?")
+    parser.add_argument("--folder", type=Path, default=Path.home(), help="a folder on the disk to measure (default: home)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where results go")
+    options = parser.parse_args()
+    if unknown := set(options.questions) - set(QUESTIONS):
+        parser.error(f"no such question: {', '.join(sorted(unknown))}; there are {', '.join(QUESTIONS)}")
+    torch.set_num_threads(1)  # measurements are forked from here: no thread pool may exist yet
+    with tempfile.TemporaryDirectory(prefix="perdure-bench-", dir=options.folder) as folder:
+        setting = Setting(Path(folder), options.quick)
+        report = Report(setting, options.results, "quick" if options.quick else "engine")
+        for name in options.questions or QUESTIONS:
+            with contextlib.suppress(KeyboardInterrupt):
+                ask(name, setting, report)
+    print(report.markdown())
     return 0
 
 

@@ -1,0 +1,89 @@
+"""Perdure as a peer: the product's own staging, writer, reader and proof; the saver is a process of its own, as in a run."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from benchmarks.peers import Peer
+from benchmarks.saver import NAME
+from benchmarks.state import Tracked
+from perdure.training.checkpoint.reader import open_checkpoint
+from perdure.training.engine.leaves import LoadedLeaf
+from perdure.training.engine.rng import rng_leaves
+from perdure.training.engine.stage import Stager
+from perdure.training.engine.state import collect
+from perdure.training.run_dir import RunDir
+from perdure.training.slots import About, SlotWriter, create_slot
+
+ABOUT = About(step=1, world={"size": 1}, data={}, environment={}, code={}, config={}, loss={})
+DEFAULT = "Perdure, auto, 2 threads"
+
+
+class Slots:
+    """Two slots and the stager that fills them."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        self.descriptors = [create_slot(f"bench-{number}") for number in range(2)]
+        self._stager = Stager([SlotWriter(descriptor) for descriptor in self.descriptors])
+        self._stager.prepare([*collect(tracked), *rng_leaves()])
+        for number in range(2):
+            self.snapshot(tracked, number)
+
+    def snapshot(self, tracked: Tracked, number: int = 0) -> None:
+        """All the training step waits for."""
+        self._stager.copy(number, [*collect(tracked), *rng_leaves()], ABOUT)
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, proven against their digests, in memory of their own."""
+    with open_checkpoint(folder) as reader:
+        return {
+            path: LoadedLeaf(entry.kind, entry.dtype, tuple(entry.shape), reader.read(path)).tensor(path)
+            for path, entry in reader.entries.items()
+            if entry.kind == "tensor"
+        }
+
+
+class Perdure:
+    """One encoding, and the threads that the saver encodes with."""
+
+    def __init__(self, encoding: str, threads: int) -> None:
+        self.encoding, self.threads = encoding, threads
+
+    def prepare(self, tracked: Tracked, folder: Path) -> None:
+        self._slots = Slots(tracked)
+        slot = self._slots.descriptors[0]
+        command = [sys.executable, "-m", "benchmarks.saver", str(slot), self.encoding, str(self.threads)]
+        self._saver = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[slot], text=True, bufsize=1
+        )
+        self._expect("ready")
+
+    def save(self, tracked: Tracked, folder: Path) -> None:
+        self._slots.snapshot(tracked)
+        assert self._saver.stdin is not None
+        self._saver.stdin.write(f"{folder}\n")
+
+    def wait(self, folder: Path) -> None:
+        self._expect("committed")
+
+    def _expect(self, word: str) -> None:
+        assert self._saver.stdout is not None
+        if self._saver.stdout.readline() != f"{word}\n":
+            raise RuntimeError("the saver ended")
+
+    def load(self, tracked: Tracked, folder: Path) -> Mapping[str, Tensor]:
+        return read_tensors(RunDir(folder).checkpoint(NAME))
+
+
+def perdure() -> dict[str, Callable[[], Peer]]:
+    """Perdure's rows; the default is `DEFAULT`."""
+    return {
+        "Perdure, raw, 2 threads": lambda: Perdure("raw", 2),
+        "Perdure, auto, 1 thread": lambda: Perdure("auto", 1),
+        DEFAULT: lambda: Perdure("auto", 2),
+        "Perdure, small, 2 threads": lambda: Perdure("small", 2),
+    }

@@ -1,0 +1,108 @@
+"""How much wall time does a save cost in all? A training loop with one save in it, against the same loop without.
+
+Both cores train, so whatever the saver needs it takes from them; the loop ends when its steps are done and the save is durable."""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks import state
+from benchmarks.measure import Values, Window, in_child, scratch
+from benchmarks.ours import DEFAULT
+from benchmarks.report import Section, Setting
+from benchmarks.saves import BASELINE, BEST_RAW, Make, interleaved, loaded, medians, rows
+from benchmarks.state import Tracked
+from examples.gpt.train import loss_of
+
+SIZE = 0.4
+BARE = "no save"
+COMPARED = (BASELINE, "DCP async, thread", "DCP async, process", "torch_checkpointing + fsync", BEST_RAW, DEFAULT)
+_SECONDS = 4.0
+_FIRST = 3
+"""The step before which the save is made."""
+
+
+class _Loop:
+    """Forward, backward and optimizer step of the first tile; what is saved is all of the state."""
+
+    def __init__(self, setting: Setting, tracked: Tracked) -> None:
+        draw, shape = torch.Generator().manual_seed(1), setting.shape
+        part = tracked["model"][0]
+        self._model, self._text = part, torch.randint(256, (shape.batch, shape.block + 1), generator=draw)
+        self._optimizer = torch.optim.AdamW(part.parameters(), lr=1e-5)
+
+    def step(self) -> None:
+        loss_of(self._model, self._text[:, :-1], self._text[:, 1:]).backward()  # type: ignore[no-untyped-call]  # torch's stub
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _timed(setting: Setting, tracked: Tracked, make: Make | None, folder: Path, steps: int) -> Values:
+    """Wall time of `steps` steps, with a save made by `make` before the `_FIRST`th; the median step without one."""
+
+    def work(_: Window) -> Values:
+        loop, peer = _Loop(setting, tracked), make() if make else None
+        if peer is not None:
+            (folder / "first").mkdir()
+            (folder / "save").mkdir()
+            peer.prepare(tracked, folder / "first")
+        for _ in range(3):
+            loop.step()
+        ends = [time.perf_counter()]
+        for number in range(steps):
+            if peer is not None and number == _FIRST:
+                peer.save(tracked, folder / "save")
+            loop.step()
+            ends.append(time.perf_counter())
+        if peer is not None:
+            peer.wait(folder / "save")
+        each = statistics.median(after - before for before, after in zip(ends, ends[1:], strict=False))
+        return {"seconds": time.perf_counter() - ends[0], "step": each, "steps": steps}
+
+    return in_child(work)
+
+
+def _section(size: int, tries: dict[str, list[Values]]) -> Section:
+    found = {name: medians(values) for name, values in tries.items()}
+    section = Section("Wall time lost per save", header=("row", "loop s", "lost s", "lost in all"))
+    section.notes = [
+        f"A loop that trains on both cores, with one save of {size / 1e9:.2f} GB; lost: beyond the same loop without a save in the "
+        "same round. This counts the stall and what the saver takes from the loop until the save is durable."
+    ]
+    lost = {}
+    for name in COMPARED:
+        pairs = zip(tries[name], tries[BARE], strict=False)
+        each = [ours["seconds"] - bare["seconds"] for ours, bare in pairs if "seconds" in ours and "seconds" in bare]
+        lost[name] = statistics.median(each) if each else None
+    best = min((value for value in lost.values() if value is not None), default=None)
+    for name, figures in found.items():
+        if "seconds" not in figures:
+            section.rows.append((name, "-", "-", f"not measured: {figures.get('failed', 'not reached')}"))
+            continue
+        value = lost.get(name)
+        told = "-" if value is None else f"{value:.2f}"
+        behind = name == DEFAULT and value is not None and best is not None and value > best
+        share = "-" if value is None else f"{value / (figures['seconds'] - value):.1%}"
+        section.rows.append((name, f"{figures['seconds']:.2f}", told, share + ("; **Perdure is not first**" if behind else "")))
+    section.data = {"rounds": tries, "medians": found, "lost": lost}
+    return section
+
+
+def measure(setting: Setting) -> Iterator[Section]:
+    tracked = loaded(setting, SIZE)
+    size, makers = state.nbytes(tracked), rows()
+    with scratch(setting.folder, "wall") as folder:
+        trial = _timed(setting, tracked, None, folder, 5)
+    if "failed" in trial:
+        yield Section("Wall time lost per save", notes=[f"Not measured: {trial['failed']}."], data=trial)
+        return
+    steps = 6 if setting.quick else max(20, round(_SECONDS / trial["step"]))
+    tries: dict[str, list[Values]] = {name: [] for name in (BARE, *COMPARED)}
+    for name in interleaved(list(tries), setting.rounds):
+        with scratch(setting.folder, "wall") as folder, contextlib.suppress(FileNotFoundError):
+            tries[name].append(_timed(setting, tracked, makers.get(name), folder, steps))
+        yield _section(size, tries)
