@@ -14,8 +14,8 @@ from perdure.training.checkpoint import planes as split
 from perdure.training.checkpoint.planes import Bytes
 
 WHOLE, PLANES, ROTATED, EXPONENT, FILL, DELTA = range(6)
-"""Transforms: the bytes as they are; a plane a byte; the same of words rotated left by a bit (format 1 only); exponent, sign
-and top mantissa, rest; one element, repeated; a plane a byte of the zigzag difference from the base's words."""
+"""Transforms: the bytes as they are; a plane a byte; the same of words rotated left by a bit (format 1 only); exponent, top
+mantissa and sign, rest; one element, repeated; a plane a byte of the zigzag difference from the base's words."""
 RAW, ZSTD, CONSTANT = 0, 1, 2
 """How a plane is stored."""
 _SMALLEST = 512
