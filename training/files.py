@@ -9,12 +9,13 @@ import fcntl
 import os
 import shutil
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 FILE_MODE = 0o600
 DIR_MODE = 0o700
 Buffer = bytes | bytearray | memoryview
+_PARTS = os.sysconf("SC_IOV_MAX")
 
 
 class _FailPlan:
@@ -107,6 +108,20 @@ class NewFile:
             written = os.write(self._fd, view)
             self.size += written
             view = view[written:]
+
+    def write_parts(self, parts: Sequence[Buffer]) -> None:
+        """As `write` of all parts, without joining them."""
+        fail_point("write", self.path)
+        views = [memoryview(part).cast("B") for part in parts]
+        first = 0
+        while first < len(views):
+            written = os.writev(self._fd, views[first : first + _PARTS])
+            self.size += written
+            while first < len(views) and written >= len(views[first]):
+                written -= len(views[first])
+                first += 1
+            if written:
+                views[first] = views[first][written:]
 
     def start_writeback(self, offset: int, length: int) -> None:
         """Ask the kernel to begin writing this range, so that the final fsync has little left to wait for."""

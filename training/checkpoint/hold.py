@@ -71,7 +71,7 @@ def _locked(folder: Path, mode: int, kind: int) -> int:
         fd = _opened(folder, mode)
         try:
             fcntl.flock(fd, kind)
-            if _is_there(fd, folder):
+            if is_current(fd, folder):
                 return fd
         except BaseException:
             os.close(fd)
@@ -100,7 +100,8 @@ def _no_file(folder: Path) -> CheckpointDamaged:
     return CheckpointDamaged(f"{folder}: manifest refused: {MANIFEST} is not a regular file", part="manifest")
 
 
-def _is_there(fd: int, folder: Path) -> bool:
+def is_current(fd: int, folder: Path) -> bool:
+    """Whether the manifest there is still the one of this descriptor: neither deleted nor replaced by a roll-up."""
     try:
         found = os.stat(folder / MANIFEST)
     except OSError:

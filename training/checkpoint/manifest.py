@@ -1,4 +1,4 @@
-"""Checkpoint format 1: the manifest. Canonical JSON with its own digest, so that every flipped bit in it is found.
+"""Checkpoint format 2 (1 is still read): the manifest. Canonical JSON with its own digest, so every flipped bit in it is found.
 
 docs/format.md describes every field. Decoding is strict (types, sizes, names): a hostile manifest is refused."""
 
@@ -15,16 +15,24 @@ from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir, rank_index, rank_pack
 
 FORMAT = "perdure-checkpoint"
-VERSION = 1
+VERSION = 2
 MAX_MANIFEST = 16 << 20
 """Bytes: room for fifty thousand ranks."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A pack or index the checkpoint needs. `digest` is `xxh3-128:<hex>` for packs and `blake3:<hex>` for indexes."""
+    """A pack or index the checkpoint needs. `digest` is `blobs:<hex>` (pack.blobs_digest) for packs, in version 1
+    `xxh3-128:<hex>` of the whole file, and `blake3:<hex>` for indexes."""
 
     name: str
     bytes: int
+    digest: str
+
+
+class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The full that an increment differs from: its name, and the `digest` of its manifest."""
+
+    name: str
     digest: str
 
 
@@ -51,14 +59,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     loss: dict[str, Any]
     exact: bool
     exact_reasons: tuple[str, ...]
-    base: str | None = None
-    """Name of the full this one is an increment of."""
+    base: Base | None = None
+    """None for a full."""
     digest: str = ""
     """BLAKE3 (hex) of the canonical JSON with this field empty."""
 
     @property
     def name(self) -> CheckpointName:
         return CheckpointName(self.step, self.token)
+
+    @property
+    def base_name(self) -> CheckpointName | None:
+        return CheckpointName.parse(self.base.name) if self.base else None
 
 
 def _canonical(manifest: Manifest) -> bytes:
@@ -89,8 +101,8 @@ def parse(data: bytes, where: str) -> Manifest:
         canonical = seal(manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise damaged(f"is malformed: {error}") from None
-    if manifest.format != FORMAT or manifest.version != VERSION:
-        raise damaged(f"is of format {manifest.format!r} version {manifest.version}, not {FORMAT!r} version {VERSION}")
+    if manifest.format != FORMAT or manifest.version not in (1, VERSION):
+        raise damaged(f"is of format {manifest.format!r} version {manifest.version}, not {FORMAT!r} version 1 to {VERSION}")
     if canonical != data:
         raise damaged("does not match its own digest")
     problem = _inconsistency(manifest)
@@ -102,16 +114,24 @@ def parse(data: bytes, where: str) -> Manifest:
 def _inconsistency(manifest: Manifest) -> str:
     """What is wrong with a well-formed manifest; "" for nothing. Names are compared with the only ones there can be."""
     ranks = max(len(manifest.files) // 2, 1)
-    names = [file(rank) for rank in range(ranks) for file in (rank_pack, rank_index)]
-    if [record.name for record in manifest.files] != names:
+    names = tuple(record.name for record in manifest.files)
+    full = manifest.version > 1 and manifest.base is None
+    if names not in (_file_names(ranks, rolled_up=False), _file_names(ranks, rolled_up=True) if full else ()):
         return "names files that are not the packs and indexes of ranks 0, 1, 2, ..."
     if min(manifest.step, manifest.token, manifest.raw_bytes, manifest.leaves, *(file.bytes for file in manifest.files)) < 0:
         return "holds a negative number"
     if sum(file.bytes for file in manifest.files) != manifest.stored_bytes:
         return f"says {manifest.stored_bytes} stored bytes, which its files do not add up to"
-    if manifest.base is not None:
-        return f"is an increment against {manifest.base!r:.80}; this version reads fulls only"
+    if manifest.base is None:
+        return ""
+    name = manifest.base_name
+    if manifest.version == 1 or name is None or name.step >= manifest.step:
+        return f"names {manifest.base.name!r:.80} as its base: an increment (of version 2) has a base of a lower step"
     return ""
+
+
+def _file_names(ranks: int, *, rolled_up: bool) -> tuple[str, ...]:
+    return tuple(file(rank, rolled_up=rolled_up) for rank in range(ranks) for file in (rank_pack, rank_index))
 
 
 def read(folder: Path) -> Manifest:
@@ -123,9 +143,29 @@ def read(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise CheckpointNotFound(f"{folder} holds no {MANIFEST}: there is no checkpoint of this name") from None
     except (ValueError, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.EIO:  # a bad sector is damage; no right to read says nothing
-            raise
-        raise CheckpointDamaged(f"{folder}: manifest refused: {error}", part="manifest") from None
+        raise _refused(error, folder) from None
+    return _of_folder(data, folder)
+
+
+def read_held(fd: int, folder: Path) -> Manifest:
+    """As `read`, from the descriptor of the manifest that is held (hold.open_held). Raises CheckpointDamaged."""
+    try:
+        data = os.pread(fd, MAX_MANIFEST + 1, 0)
+        if len(data) > MAX_MANIFEST:
+            raise ValueError(f"larger than {MAX_MANIFEST} bytes")
+    except (ValueError, OSError) as error:
+        raise _refused(error, folder) from None
+    return _of_folder(data, folder)
+
+
+def _refused(error: ValueError | OSError, folder: Path) -> Exception:
+    """A bad sector is damage; no right to read says nothing about what lies there."""
+    if isinstance(error, OSError) and error.errno != errno.EIO:
+        return error
+    return CheckpointDamaged(f"{folder}: manifest refused: {error}", part="manifest")
+
+
+def _of_folder(data: bytes, folder: Path) -> Manifest:
     manifest = parse(data, str(folder))
     if CheckpointName.parse(folder.name) not in (None, manifest.name):
         raise CheckpointDamaged(f"{folder}: manifest is that of {manifest.name}", part="manifest")

@@ -1,14 +1,15 @@
 """The index of a pack: every leaf of a rank, its blobs and their digests. Strict: there is exactly one valid form."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 import blake3
 import msgspec
+import xxhash
 import zstandard
 
-from perdure.training.checkpoint.codec import ITEM_SIZES, Plane, decompress
+from perdure.training.checkpoint.codec import DELTA, ITEM_SIZES, Layout, Plane, decompress
 from perdure.training.errors import CheckpointDamaged
 
 BLOB_BYTES = 8 << 20
@@ -22,10 +23,18 @@ _STORED_SLACK = 1 << 12
 """Bytes by which the frames of a blob may exceed its raw bytes."""
 _LEVEL = 3
 KINDS = ("tensor", "plain")
+REFERENCE, DERIVED = 6, 7
+"""Transforms after those of the codec, of blobs that are not in the pack: the base's of that path and number; made from another
+leaf of the checkpoint."""
+NOTHING = xxhash.xxh3_128(b"").digest()
+"""`xxh` of such a blob."""
+NOT_STORED: dict[int, Layout] = {REFERENCE: (REFERENCE, ()), DERIVED: (DERIVED, ())}
+CASTS = ("bfloat16", "float16")
+"""Types that a float32 leaf is cast to."""
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
-class Blob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Blob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """`stored` bytes at `offset` of the pack that decode to `raw` bytes."""
 
     offset: int
@@ -35,8 +44,27 @@ class Blob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """XXH3-128 of the stored bytes, 16 bytes big-endian."""
     digest: Digest
     """BLAKE3 of the raw bytes, 32 bytes."""
-    layout: tuple[int, Annotated[tuple[Plane, ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]]
-    """Transform and planes (codec.Layout)."""
+    layout: tuple[int, Annotated[tuple[Plane, ...], msgspec.Meta(max_length=MAX_PLANES)]]
+    """Transform and planes (codec.Layout), or one of NOT_STORED."""
+
+
+class Derived(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How a leaf that is not stored is made: `same` (the bytes of `source`), `cast` (its float32 rounded to this type)."""
+
+    how: str
+    source: str
+
+
+class _Entry1(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A leaf in an index of version 1."""
+
+    path: str
+    kind: str
+    dtype: str
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    nbytes: int
+    digest: Digest
+    blobs: tuple[Blob, ...]
 
 
 class IndexEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -50,6 +78,13 @@ class IndexEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     digest: Digest
     """BLAKE3 over the digests of its blobs, in order."""
     blobs: tuple[Blob, ...]
+    derived: Derived | None
+    """None where its blobs are stored, here or in the base."""
+
+
+class _Index1(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    version: int
+    entries: tuple[_Entry1, ...]
 
 
 class _Index(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -62,60 +97,123 @@ def leaf_digest(blobs: Iterable[bytes]) -> bytes:
     return blake3.blake3(b"".join(blobs)).digest()
 
 
+def blobs_digest(entries: Iterable[IndexEntry]) -> str:
+    """Of a pack, from the digests of the blobs in it: `FileRecord.digest`."""
+    stored = b"".join([blob.xxh for entry in entries for blob in entry.blobs if blob.stored])
+    return f"blobs:{xxhash.xxh3_128_hexdigest(stored)}"
+
+
 def state_digest(entries: Iterable[IndexEntry]) -> str:
     """Hex digest of a whole state: BLAKE3 over the leaves sorted by path, each as length-prefixed fields (docs/format.md)."""
     whole = blake3.blake3()
     for entry in sorted(entries, key=lambda entry: entry.path.encode()):
         shape = ",".join(map(str, entry.shape))
-        for field in (entry.path.encode(), entry.kind.encode(), entry.dtype.encode(), shape.encode(), entry.digest):
-            whole.update(len(field).to_bytes(8, "little") + field)
+        fields = (entry.path.encode(), entry.kind.encode(), entry.dtype.encode(), shape.encode(), entry.digest)
+        whole.update(b"".join([part for field in fields for part in (len(field).to_bytes(8, "little"), field)]))
     return whole.hexdigest()
 
 
 def encode_index(entries: Sequence[IndexEntry]) -> bytes:
     """One zstd frame of msgpack."""
-    data = msgspec.msgpack.encode(_Index(1, tuple(entries)))
+    data = msgspec.msgpack.encode(_Index(2, tuple(entries)))
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(data)
 
 
-def decode_index(data: bytes, pack_bytes: int, where: str) -> tuple[IndexEntry, ...]:
-    """Decode and check an index against the size of its pack. Raises CheckpointDamaged (part "index")."""
+def decode_index(
+    data: bytes, pack_bytes: int, where: str, *, version: int = 2, increment: bool = False
+) -> tuple[IndexEntry, ...]:
+    """Decode and check an index (of a manifest of that version) against the size of its pack; whether what an increment
+    names in its base is there is left to `check_base`. Raises CheckpointDamaged (part "index")."""
     try:
         size = zstandard.get_frame_parameters(data).content_size
         if not 0 < size <= MAX_INDEX:
             raise ValueError(f"declares {size} bytes")
-        index = msgspec.msgpack.decode(decompress(data, size), type=_Index)
-        _check(index, pack_bytes)
+        entries = _decode_entries(decompress(data, size), version)
+        _check(entries, pack_bytes, increment)
     except (msgspec.DecodeError, ValueError, zstandard.ZstdError, OverflowError, RecursionError) as error:
         raise CheckpointDamaged(f"{where}: index is malformed: {error}", part="index") from None
-    return index.entries
+    return entries
 
 
-def _check(index: _Index, pack_bytes: int) -> None:
-    """Every leaf once, blobs back to back from the start of the pack to its end, sizes that add up."""
-    if index.version != 1:
+def _decode_entries(data: bytes, version: int) -> tuple[IndexEntry, ...]:
+    index = msgspec.msgpack.decode(data, type=_Index1 if version == 1 else _Index)
+    if index.version != version:
         raise ValueError(f"version {index.version}")
-    offset, paths = 0, set()
-    for entry in index.entries:
-        if entry.path in paths or not entry.path or entry.kind not in KINDS or entry.dtype not in ITEM_SIZES:
-            raise ValueError(f"leaf {entry.path!r:.200} is twice there, or of unknown kind or type {entry.dtype!r:.40}")
-        paths.add(entry.path)
-        size = math.prod(entry.shape) * ITEM_SIZES[entry.dtype]
-        if (
-            any(extent < 0 for extent in entry.shape)
-            or size != entry.nbytes
-            or (entry.kind == "plain") != (entry.dtype == "plain")
-        ):
-            raise ValueError(f"leaf {entry.path!r:.200} has a shape that does not fit its {entry.nbytes} bytes")
-        left = entry.nbytes
-        for blob in entry.blobs:
-            whole = (blob.offset, blob.raw) == (offset, min(left, BLOB_BYTES))
-            lengths = [length for _, length in blob.layout[1]]
-            fits = 1 <= blob.stored <= blob.raw + _STORED_SLACK and min(lengths, default=0) >= 1 and sum(lengths) == blob.stored
-            if not whole or left <= 0 or not fits:
-                raise ValueError(f"a blob of leaf {entry.path!r:.200} is out of place")
-            offset, left = offset + blob.stored, left - blob.raw
-        if left or leaf_digest(blob.digest for blob in entry.blobs) != entry.digest:
-            raise ValueError(f"leaf {entry.path!r:.200} does not match its blobs")
+    if isinstance(index, _Index):
+        return index.entries
+    return tuple(IndexEntry(*msgspec.structs.astuple(entry)) for entry in index.entries)
+
+
+def _check(entries: Sequence[IndexEntry], pack_bytes: int, increment: bool) -> None:
+    """Every leaf once, blobs back to back from the start of the pack to its end, sizes that add up."""
+    offset, paths = 0, {entry.path: entry for entry in entries}
+    if len(paths) != len(entries) or "" in paths:
+        raise ValueError("a leaf is twice there, or without a name")
+    for entry in entries:
+        _check_leaf(entry)
+        offset = _check_blobs(entry, offset, increment)
+        if entry.derived is not None:
+            _check_derived(entry, entry.derived, paths.get(entry.derived.source))
     if offset != pack_bytes:
         raise ValueError(f"covers {offset} bytes of a pack of {pack_bytes}")
+
+
+def _check_leaf(entry: IndexEntry) -> None:
+    item = ITEM_SIZES.get(entry.dtype)
+    if item is None or entry.kind not in KINDS or (entry.kind == "plain") != (entry.dtype == "plain"):
+        raise ValueError(f"leaf {entry.path!r:.200} is of unknown kind {entry.kind!r:.40} or type {entry.dtype!r:.40}")
+    if min(entry.shape, default=0) < 0 or math.prod(entry.shape) * item != entry.nbytes:
+        raise ValueError(f"leaf {entry.path!r:.200} has a shape that does not fit its {entry.nbytes} bytes")
+
+
+def _check_blobs(entry: IndexEntry, offset: int, increment: bool) -> int:
+    left = entry.nbytes
+    for blob in entry.blobs:
+        if blob.offset != offset or left <= 0 or blob.raw != min(left, BLOB_BYTES) or not _fits(entry, blob, increment):
+            raise ValueError(f"a blob of leaf {entry.path!r:.200} is out of place")
+        offset, left = offset + blob.stored, left - blob.raw
+    if left or leaf_digest([blob.digest for blob in entry.blobs]) != entry.digest:
+        raise ValueError(f"leaf {entry.path!r:.200} does not match its blobs")
+    return offset
+
+
+def _fits(entry: IndexEntry, blob: Blob, increment: bool) -> bool:
+    """Whether such a blob may stand there: all blobs of a derived leaf are derived, only an increment has what needs a base."""
+    transform, planes = blob.layout
+    if (transform == DERIVED) != (entry.derived is not None) or (transform in (DELTA, REFERENCE) and not increment):
+        return False
+    if transform in NOT_STORED:
+        return blob.stored == 0 and not planes and blob.xxh == NOTHING
+    lengths = [length for _, length in planes]
+    return min(lengths, default=0) >= 1 and sum(lengths) == blob.stored <= blob.raw + _STORED_SLACK
+
+
+def _check_derived(entry: IndexEntry, derived: Derived, source: IndexEntry | None) -> None:
+    """The source is a stored tensor of as many bytes, or elements; never itself derived, so that nothing goes in a circle."""
+    sizes = {"same": entry.nbytes, "cast": 2 * entry.nbytes if entry.dtype in CASTS else -1}
+    ok = source is not None and source.kind == entry.kind == "tensor" and source.derived is None
+    if source is None or not ok or not entry.nbytes or sizes.get(derived.how) != source.nbytes:
+        raise ValueError(f"leaf {entry.path!r:.200} cannot be derived ({derived.how!r:.20}) from {derived.source!r:.200}")
+    if derived.how == "cast" and source.dtype != "float32":
+        raise ValueError(f"leaf {entry.path!r:.200} is cast from {derived.source!r:.200}, which is no float32")
+
+
+def base_blob(entry: IndexEntry, number: int, base: Mapping[str, IndexEntry]) -> tuple[IndexEntry, Blob] | None:
+    """The base's leaf of the same path and type and its blob of that number, if it is stored there and has as many bytes."""
+    known = base.get(entry.path)
+    if known is None or known.dtype != entry.dtype or number >= len(known.blobs):
+        return None
+    blob = known.blobs[number]
+    return (known, blob) if blob.stored and blob.raw == entry.blobs[number].raw else None
+
+
+def check_base(entries: Iterable[IndexEntry], base: Mapping[str, IndexEntry], where: str) -> None:
+    """All that an increment needs of its base is in the base's index. Raises CheckpointDamaged (part "index")."""
+    for entry in entries:
+        for number, blob in enumerate(entry.blobs):
+            if blob.layout[0] not in (REFERENCE, DELTA):
+                continue
+            found = base_blob(entry, number, base)
+            if found is None or (blob.layout[0] == REFERENCE and found[1].digest != blob.digest):
+                text = f"{where}: index names blob {number} of {entry.path!r:.200} of the base, which has none that fits"
+                raise CheckpointDamaged(text, part="index")

@@ -1,133 +1,122 @@
-"""Read leaves of a checkpoint; every byte handed out was checked against its digests. Nothing here trusts what it reads."""
+"""Read leaves of a checkpoint; every byte handed out was checked against its digests. Nothing here trusts what it reads.
+
+An open reader holds its checkpoint, and the base of an increment: neither is deleted meanwhile. Threads may share one."""
 
 import contextlib
-import errno
-import os
-import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple
 
 import blake3
+import numpy as np
 import xxhash
 
-from perdure.training.checkpoint import manifest as manifests
-from perdure.training.checkpoint.codec import decode_blob
+from perdure.training.checkpoint.codec import DELTA, decode_blob
+from perdure.training.checkpoint.derive import cast
 from perdure.training.checkpoint.manifest import FileRecord, Manifest
-from perdure.training.checkpoint.pack import MAX_STORED_INDEX, Blob, IndexEntry, decode_index, state_digest
-from perdure.training.errors import CheckpointDamaged
-from perdure.training.run_dir import rank_index, rank_pack
+from perdure.training.checkpoint.ordered import INLINE, in_order
+from perdure.training.checkpoint.pack import (
+    BLOB_BYTES,
+    MAX_STORED_INDEX,
+    REFERENCE,
+    Blob,
+    Derived,
+    IndexEntry,
+    base_blob,
+    blobs_digest,
+    check_base,
+    decode_index,
+    state_digest,
+)
+from perdure.training.checkpoint.source import ByteSource, open_folder
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 
-_OPEN_FILES = 32
-"""Of one checkpoint at a time: with thousands of ranks, all of them would be more than a process may have."""
 
+class _Job(NamedTuple):
+    """One blob to read, into its place in the whole leaf if that has several."""
 
-class ByteSource(Protocol):
-    """Where packs and indexes lie: a folder, or a store."""
-
-    def size(self, file: str) -> int | None: ...
-    def read(self, file: str, offset: int, length: int) -> bytes: ...
-    def close(self) -> None: ...
-
-
-class FolderSource:
-    """The files of one checkpoint folder; links are not followed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open: dict[str, int] = {}
-
-    def _fd(self, file: str) -> int:
-        if file not in self._open:
-            fd = os.open(self._folder / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                os.close(fd)
-                raise FileNotFoundError(errno.ENOENT, "not a regular file", str(self._folder / file))
-            while len(self._open) >= _OPEN_FILES:
-                os.close(self._open.pop(next(iter(self._open))))
-            self._open[file] = fd
-        return self._open[file]
-
-    def size(self, file: str) -> int | None:
-        try:
-            return os.fstat(self._fd(file)).st_size
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
-                return None
-            raise  # no right to read, say: says nothing about the copy
-
-    def read(self, file: str, offset: int, length: int) -> bytes:
-        try:
-            return os.pread(self._fd(file), length, offset)
-        except OSError as error:
-            if error.errno == errno.EIO:
-                return b""  # a bad sector is damage of what lies there; the digests say of what
-            raise
-
-    def close(self) -> None:
-        for fd in self._open.values():
-            os.close(fd)
-        self._open.clear()
+    entry: IndexEntry
+    number: int
+    whole: memoryview | None
 
 
 def check_blob(entry: IndexEntry, blob: Blob, stored: bytes, where: str) -> None:
     """Stored bytes against their digest. Raises CheckpointDamaged naming the leaf."""
-    if len(stored) != blob.stored or xxhash.xxh3_128(stored).digest() != blob.xxh:
+    if len(stored) != blob.stored or xxhash.xxh3_128_digest(stored) != blob.xxh:
         raise CheckpointDamaged(f"{where}: stored bytes of {entry.path} are damaged at offset {blob.offset}", part=entry.path)
 
 
-def decode_checked(entry: IndexEntry, blob: Blob, stored: bytes, where: str) -> memoryview:
-    """Raw bytes of a blob, checked before and after decoding. Raises CheckpointDamaged naming the leaf."""
+def decode_checked(entry: IndexEntry, blob: Blob, stored: bytes, where: str, base: memoryview | None = None) -> memoryview:
+    """Raw bytes of a blob, checked before and after decoding; `base` are those that a delta differs from. Raises
+    CheckpointDamaged naming the leaf."""
     check_blob(entry, blob, stored, where)
+    more = () if base is None else (base,)
     try:
-        raw = decode_blob(memoryview(stored), blob.layout, entry.dtype, blob.raw)
+        raw = decode_blob(memoryview(stored), blob.layout, entry.dtype, blob.raw, *more)
     except ValueError as error:
         raise CheckpointDamaged(f"{where}: {entry.path} cannot be decoded: {error}", part=entry.path) from None
+    return _with_digest(raw, entry, blob, where)
+
+
+def _with_digest(raw: memoryview, entry: IndexEntry, blob: Blob, where: str) -> memoryview:
     if blake3.blake3(raw).digest() != blob.digest:
         raise CheckpointDamaged(f"{where}: content of {entry.path} does not match its digest", part=entry.path)
     return raw
 
 
 class CheckpointReader:
-    """An open checkpoint. `entries` are those of rank 0; other ranks' by `rank_entries`."""
+    """An open checkpoint. `entries` are those of rank 0; other ranks' by `rank_entries`. `base` is that of an increment."""
 
-    def __init__(self, manifest: Manifest, source: ByteSource, where: str) -> None:
-        self.manifest, self.source, self.where = manifest, source, where
-        self._records = {record.name: record for record in manifest.files}
+    def __init__(self, manifest: Manifest, source: ByteSource, where: str, base: "CheckpointReader | None" = None) -> None:
+        self.manifest, self.source, self.where, self.base = manifest, source, where, base
         self._ranks: dict[int, Mapping[str, IndexEntry]] = {}
 
     @property
     def ranks(self) -> int:
-        return len(self._records) // 2
+        return len(self.manifest.files) // 2
 
     @property
     def entries(self) -> Mapping[str, IndexEntry]:
         return self.rank_entries(0)
 
-    def _record(self, file: str, part: str) -> FileRecord:
-        record = self._records.get(file)
-        if record is None:
-            raise CheckpointDamaged(f"{self.where}: manifest names no {file}", part="manifest")
-        size = self.source.size(file)
+    def _record(self, rank: int, part: str) -> FileRecord:
+        """The pack or index of a rank, which must be there and have its size."""
+        number = 2 * rank + (part == "index")
+        if not 0 <= number < len(self.manifest.files):
+            raise CheckpointDamaged(f"{self.where}: manifest names no {part} of rank {rank}", part="manifest")
+        record = self.manifest.files[number]
+        size = self.source.size(record.name)
         if size != record.bytes:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise CheckpointDamaged(f"{self.where}: {file} {found}, the manifest says {record.bytes}", part=part)
+            raise CheckpointDamaged(f"{self.where}: {record.name} {found}, the manifest says {record.bytes}", part=part)
         return record
 
     def rank_entries(self, rank: int) -> Mapping[str, IndexEntry]:
         """Every leaf of a rank by path. Raises CheckpointDamaged (part "index" or "pack")."""
         if rank not in self._ranks:
-            record = self._record(rank_index(rank), "index")
+            record = self._record(rank, "index")
             if record.bytes > MAX_STORED_INDEX:
                 raise CheckpointDamaged(f"{self.where}: {record.name} has {record.bytes} bytes, too many", part="index")
             data = self.source.read(record.name, 0, record.bytes)
             if f"blake3:{blake3.blake3(data).hexdigest()}" != record.digest:
                 raise CheckpointDamaged(f"{self.where}: {record.name} does not match its digest", part="index")
-            pack = self._record(rank_pack(rank), "pack")
-            entries = decode_index(data, pack.bytes, f"{self.where}/{record.name}")
-            self._ranks[rank] = {entry.path: entry for entry in entries}
+            self._ranks[rank] = self._decoded(data, rank, f"{self.where}/{record.name}")
         return self._ranks[rank]
+
+    def _decoded(self, data: bytes, rank: int, where: str) -> Mapping[str, IndexEntry]:
+        pack, version = self._record(rank, "pack"), self.manifest.version
+        entries = decode_index(data, pack.bytes, where, version=version, increment=self.base is not None)
+        if version > 1 and blobs_digest(entries) != pack.digest:
+            raise CheckpointDamaged(f"{where}: {pack.name} of the manifest has other blobs than the index", part="index")
+        if self.base is not None:
+            check_base(entries, self.base_entries(rank), where)
+        return {entry.path: entry for entry in entries}
+
+    def base_entries(self, rank: int) -> Mapping[str, IndexEntry]:
+        """Of an increment: the leaves of that rank in its base; none where the base has fewer ranks."""
+        assert self.base is not None
+        return self.base.rank_entries(rank) if rank < self.base.ranks else {}
 
     def check_state_digest(self) -> None:
         """The indexes together are the state the manifest names. Raises CheckpointDamaged (part "index")."""
@@ -136,32 +125,86 @@ class CheckpointReader:
         if found != (self.manifest.state_digest, self.manifest.leaves, self.manifest.raw_bytes):
             raise CheckpointDamaged(f"{self.where}: indexes do not add up to the manifest's state digest", part="index")
 
+    # reading
+
     def read(self, path: str, rank: int = 0) -> memoryview:
         """All bytes of a leaf. Raises KeyError where there is none, CheckpointDamaged naming it where it is damaged."""
         entry = self.rank_entries(rank)[path]
         if len(entry.blobs) == 1:
-            return self._blob(entry, entry.blobs[0], rank)
-        try:
-            out = memoryview(bytearray(entry.nbytes))
-        except MemoryError:
-            raise CheckpointDamaged(
-                f"{self.where}: {path} claims {entry.nbytes} bytes, more than there is memory", part=path
-            ) from None
+            return self.blob(entry, 0, rank)
+        out = self._room(entry)
         self.read_into(path, out, rank)
         return out
+
+    def _room(self, entry: IndexEntry) -> memoryview:
+        try:
+            return np.empty(entry.nbytes, np.uint8).data
+        except MemoryError:
+            text = f"{self.where}: {entry.path} claims {entry.nbytes} bytes, more than there is memory"
+            raise CheckpointDamaged(text, part=entry.path) from None
 
     def read_into(self, path: str, out: memoryview, rank: int = 0) -> None:
         """As `read`, into `out`, which must have the leaf's size."""
         entry, at = self.rank_entries(rank)[path], 0
-        for blob in entry.blobs:
-            out[at : at + blob.raw] = self._blob(entry, blob, rank)
+        for number, blob in enumerate(entry.blobs):
+            out[at : at + blob.raw] = self.blob(entry, number, rank)
             at += blob.raw
 
-    def _blob(self, entry: IndexEntry, blob: Blob, rank: int) -> memoryview:
-        return decode_checked(entry, blob, self.source.read(rank_pack(rank), blob.offset, blob.stored), self.where)
+    def read_all(self, paths: Iterable[str], threads: int, rank: int = 0) -> Iterator[tuple[str, memoryview]]:
+        """Each of these leaves with its bytes, in this order, decoded by threads; few blobs are ahead of what is asked for."""
+        entries = self.rank_entries(rank)
+
+        def read(job: _Job) -> memoryview:
+            raw = self.blob(job.entry, job.number, rank) if job.entry.blobs else memoryview(b"")
+            if job.whole is not None:
+                job.whole[job.number * BLOB_BYTES : job.number * BLOB_BYTES + len(raw)] = raw
+            return raw
+
+        def jobs() -> Iterator[_Job]:
+            for entry in (entries[path] for path in paths):
+                whole = self._room(entry) if len(entry.blobs) > 1 else None
+                yield from (_Job(entry, number, whole) for number in range(max(len(entry.blobs), 1)))
+
+        for job, raw in in_order(read, jobs(), threads=threads, here=lambda job: job.entry.nbytes <= INLINE):
+            if job.number >= len(job.entry.blobs) - 1:
+                yield job.entry.path, raw if job.whole is None else job.whole
+
+    def blob(self, entry: IndexEntry, number: int, rank: int = 0) -> memoryview:
+        """The bytes of one blob, wherever they come from, checked. Raises CheckpointDamaged naming the leaf."""
+        blob = entry.blobs[number]
+        if blob.layout[0] == REFERENCE:
+            return self._of_base(entry, number, rank)
+        if entry.derived is not None:
+            return _with_digest(self._derived(entry, entry.derived, number, rank), entry, blob, self.where)
+        stored = self.stored(blob, rank)
+        base = self._of_base(entry, number, rank) if blob.layout[0] == DELTA else None
+        return decode_checked(entry, blob, stored, self.where, base)
+
+    def stored(self, blob: Blob, rank: int = 0) -> bytes:
+        """The bytes of a blob as they lie in the pack, unchecked."""
+        return self.source.read(self.manifest.files[2 * rank].name, blob.offset, blob.stored)
+
+    def _of_base(self, entry: IndexEntry, number: int, rank: int) -> memoryview:
+        found = base_blob(entry, number, self.base_entries(rank))
+        assert found is not None  # check_base
+        assert self.base is not None
+        return self.base.blob(found[0], number, rank)
+
+    def _derived(self, entry: IndexEntry, derived: Derived, number: int, rank: int) -> memoryview:
+        source = self.rank_entries(rank)[derived.source]
+        try:
+            if derived.how == "same":
+                return self.blob(source, number, rank)
+            numbers = range(2 * number, min(2 * number + 2, len(source.blobs)))
+            raw = [cast(self.blob(source, one, rank), entry.dtype) for one in numbers]
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(f"{entry.path} is made from a damaged leaf: {error}", part=entry.path) from None
+        return raw[0] if len(raw) == 1 else memoryview(b"".join(raw))
 
     def close(self) -> None:
         self.source.close()
+        if self.base is not None:
+            self.base.close()
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -172,5 +215,41 @@ class CheckpointReader:
 
 
 def open_checkpoint(folder: Path) -> CheckpointReader:
-    """A local checkpoint. Raises CheckpointNotFound, CheckpointDamaged."""
-    return CheckpointReader(manifests.read(folder), FolderSource(folder), str(folder))
+    """A local checkpoint, and its base beside it. Raises CheckpointNotFound, CheckpointDamaged (part "base" for the base)."""
+    manifest, source = open_folder(folder)
+    try:
+        base = _open_base(manifest, folder)
+    except BaseException:
+        source.close()
+        raise
+    return CheckpointReader(manifest, source, str(folder), base)
+
+
+def _open_base(manifest: Manifest, folder: Path) -> CheckpointReader | None:
+    """The base of an increment must be the very full that was differed from."""
+    if manifest.base is None:
+        return None
+    place = folder.parent / manifest.base.name
+    try:
+        found, source = open_folder(place)
+    except CheckpointNotFound:
+        raise CheckpointDamaged(f"{folder}: its base {manifest.base.name} is missing", part="base") from None
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"{folder}: its base is damaged: {error}", part="base", hint=error.hint) from None
+    problem = check_is_base(manifest, found)
+    if problem:
+        source.close()
+        raise CheckpointDamaged(f"{folder}: its base {place} {problem}", part="base")
+    return CheckpointReader(found, source, str(place))
+
+
+def check_is_base(manifest: Manifest, found: Manifest) -> str:
+    """Why a manifest is not that of an increment's base; "" when it is."""
+    assert manifest.base is not None
+    if found.run != manifest.run:
+        return f"is of run {found.run:.100}, not of {manifest.run:.100}"
+    if found.base is not None:
+        return "is itself an increment"
+    if found.digest != manifest.base.digest:
+        return "is another one than it was written against (its digest differs)"
+    return ""

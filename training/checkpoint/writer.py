@@ -2,26 +2,34 @@
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import blake3
-import xxhash
 
 from perdure.training import files
+from perdure.training.checkpoint import derive
 from perdure.training.checkpoint import manifest as manifests
-from perdure.training.checkpoint.codec import EncodedBlob, encode_blob
-from perdure.training.checkpoint.manifest import FORMAT, VERSION, FileRecord, Manifest
-from perdure.training.checkpoint.pack import BLOB_BYTES, Blob, IndexEntry, decode_index, encode_index, leaf_digest, state_digest
+from perdure.training.checkpoint.blobs import Encoder, Leaf
+from perdure.training.checkpoint.codec import DELTA
+from perdure.training.checkpoint.increment import opened_base
+from perdure.training.checkpoint.manifest import FORMAT, VERSION, Base, FileRecord, Manifest
+from perdure.training.checkpoint.pack import (
+    REFERENCE,
+    Blob,
+    IndexEntry,
+    blobs_digest,
+    decode_index,
+    encode_index,
+    leaf_digest,
+    state_digest,
+)
+from perdure.training.checkpoint.reader import CheckpointReader
 from perdure.training.errors import CheckpointDamaged
 from perdure.training.run_dir import CheckpointName, RunDir, rank_index, rank_pack
 from perdure.training.slots import About, Entry
 
-_INLINE = 1 << 16
-"""Raw bytes up to which a blob is encoded on the spot: handing it to a thread would cost more."""
 _GATHER = 4 << 20
 """Stored bytes gathered before they are written."""
 
@@ -36,43 +44,45 @@ class SnapshotSource(Protocol):
     def data(self, entry: Entry) -> memoryview: ...
 
 
-class _Encoded:
-    """A finished blob: digest of its raw bytes, taken first, and what is to be stored."""
-
-    def __init__(self, raw: memoryview, dtype: str, encoding: str) -> None:
-        self.digest = blake3.blake3(raw).digest()
-        self.blob: EncodedBlob = encode_blob(raw, dtype, encoding)
-        stored = xxhash.xxh3_128()
-        for part in self.blob.parts:
-            stored.update(part)
-        self.xxh = stored.digest()
-
-
 def write_checkpoint(
-    run: RunDir, run_id: str, name: CheckpointName, snapshots: Sequence[SnapshotSource], *, encoding: str, threads: int
+    run: RunDir,
+    run_id: str,
+    name: CheckpointName,
+    snapshots: Sequence[SnapshotSource],
+    *,
+    encoding: str,
+    threads: int,
+    base: CheckpointName | None = None,
 ) -> Manifest:
     """Write and commit checkpoint `name`; rank r is the r-th snapshot. Whatever fails leaves nothing behind; a committed one of
-    the same state is returned as it is. Raises OSError (no room, say), CheckpointDamaged where another state has the name."""
+    the same state is returned as it is. Raises OSError (no room, say), CheckpointDamaged where another state has the name.
+
+    With a `base`, an increment against that full; a full where the base is missing, damaged or of no use."""
     folder = run.checkpoint(name)
     if manifests.is_committed(run, name):
         return _same_or_refuse(folder, snapshots)
-    try:
-        _make_folder(folder)
-        records, entries = [], []
-        for rank, snapshot in enumerate(snapshots):
-            pack, index = _write_pack(folder / rank_pack(rank), snapshot, encoding, threads)
-            data = encode_index(index)
-            decode_index(data, pack.bytes, str(folder / rank_index(rank)))  # a reader would refuse it: so does the writer
-            files.write_atomically(folder / rank_index(rank), data)
-            record = FileRecord(name=rank_index(rank), bytes=len(data), digest=f"blake3:{blake3.blake3(data).hexdigest()}")
-            records += [pack, record]
-            entries += index
-        manifest = _manifest(run_id, name, snapshots[0].about, records, entries)
-        files.write_atomically(run.manifest(name), manifests.seal(manifest))
-    except BaseException:
-        _clean_up(run, name)
-        raise
+    with opened_base(run, run_id, name, base) as opened:
+        try:
+            _make_folder(folder)
+            records, entries = [], []
+            for rank, snapshot in enumerate(snapshots):
+                pack, index = _write_pack(folder, rank, snapshot, _Way(encoding, threads, opened))
+                records += [pack, _write_index(folder, rank, index, pack)]
+                entries += index
+            manifest = _manifest(run_id, name, snapshots[0].about, records, entries, opened)
+            files.write_atomically(run.manifest(name), manifests.seal(manifest))
+        except BaseException:
+            _clean_up(run, name)
+            raise
     return manifest
+
+
+class _Way(NamedTuple):
+    """How blobs are to be encoded."""
+
+    encoding: str
+    threads: int
+    base: CheckpointReader | None
 
 
 def _make_folder(folder: Path) -> None:
@@ -83,75 +93,56 @@ def _make_folder(folder: Path) -> None:
         files.remove(path)
 
 
-def _write_pack(path: Path, snapshot: SnapshotSource, encoding: str, threads: int) -> tuple[FileRecord, list[IndexEntry]]:
-    whole, size = xxhash.xxh3_128(), 0
+def _write_pack(folder: Path, rank: int, snapshot: SnapshotSource, way: _Way) -> tuple[FileRecord, list[IndexEntry]]:
+    leaves = _leaves(snapshot, rank, way)
     waiting: list[Any] = []  # Any: bytes or uint8 arrays
-    index: list[IndexEntry] = []
-    with files.NewFile(path) as new:
-
-        def flush() -> None:
-            data = b"".join(waiting) if len(waiting) > 1 else waiting[0] if waiting else b""
-            whole.update(data)
-            before = new.size
-            new.write(data)
-            new.start_writeback(before, new.size - before)
-            waiting.clear()
-
-        gathered = 0
-        for entry, encoded in _encode_all(snapshot, encoding, threads):
-            blobs = []
-            for raw, item in encoded:
-                blobs.append(Blob(size, item.blob.stored, raw, item.xxh, item.digest, item.blob.layout))
-                waiting += item.blob.parts
-                size, gathered = size + item.blob.stored, gathered + item.blob.stored
-                if gathered >= _GATHER:
-                    flush()
-                    gathered = 0
-            digest = leaf_digest(blob.digest for blob in blobs)
-            index.append(IndexEntry(entry.path, entry.kind, entry.dtype, entry.shape, entry.nbytes, digest, tuple(blobs)))
-        flush()
+    offset = gathered = 0
+    with files.NewFile(folder / rank_pack(rank)) as new:
+        for job, done in Encoder(way.encoding, way.base, rank).run(leaves, way.threads):
+            job.leaf.blobs.append(Blob(offset, done.size, len(job.raw), done.xxh, done.digest, done.layout))
+            waiting += done.parts
+            offset, gathered = offset + done.size, gathered + done.size
+            if gathered >= _GATHER:
+                _flush(new, waiting)
+                gathered = 0
+        _flush(new, waiting)
         new.commit()
-    return FileRecord(name=path.name, bytes=size, digest=f"xxh3-128:{whole.hexdigest()}"), index
+    index = [leaf.index_entry() for leaf in leaves]
+    return FileRecord(name=rank_pack(rank), bytes=offset, digest=blobs_digest(index)), index
 
 
-def _encode_all(
-    snapshot: SnapshotSource, encoding: str, threads: int
-) -> Iterator[tuple[Entry, Iterator[tuple[int, _Encoded]]]]:
-    """Every leaf with its encoded blobs, in order; a bounded number of blobs is encoded ahead by `threads` threads."""
-    work = ((entry, raw) for entry in snapshot.entries for raw in _split(snapshot, entry))
-    ahead: deque[_Encoded | Future[_Encoded]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
-
-        def fill() -> None:
-            while len(ahead) < 2 * threads + 2:
-                entry, raw = next(work, (None, None))
-                if entry is None or raw is None:
-                    return
-                small = len(raw) <= _INLINE
-                ahead.append(
-                    _Encoded(raw, entry.dtype, encoding) if small else pool.submit(_Encoded, raw, entry.dtype, encoding)
-                )
-
-        def blobs_of(entry: Entry) -> Iterator[tuple[int, _Encoded]]:
-            for start in range(0, entry.nbytes, BLOB_BYTES):
-                fill()
-                item = ahead.popleft()
-                yield min(BLOB_BYTES, entry.nbytes - start), item.result() if isinstance(item, Future) else item
-
-        for entry in snapshot.entries:
-            yield entry, blobs_of(entry)
+def _leaves(snapshot: SnapshotSource, rank: int, way: _Way) -> list[Leaf]:
+    known = way.base.rank_entries(rank) if way.base is not None and rank < way.base.ranks else {}
+    leaves = [Leaf(entry, snapshot.data(entry), None, known.get(entry.path)) for entry in snapshot.entries]
+    derived = derive.find(snapshot, way.threads)
+    for leaf in leaves if derived else ():
+        leaf.derived = derived.get(leaf.entry.path)
+    return leaves
 
 
-def _split(snapshot: SnapshotSource, entry: Entry) -> Iterator[memoryview]:
-    data = snapshot.data(entry)
-    if len(data) != entry.nbytes:
-        raise CheckpointDamaged(f"snapshot has {len(data)} bytes of {entry.path}, not {entry.nbytes}", part=entry.path)
-    for start in range(0, len(data), BLOB_BYTES):
-        yield data[start : start + BLOB_BYTES]
+def _flush(new: files.NewFile, waiting: list[Any]) -> None:  # Any: bytes or uint8 arrays
+    """Write what was gathered, and have the kernel begin with it: the final fsync then has little to wait for."""
+    before = new.size
+    if waiting:
+        new.write_parts(waiting)
+        new.start_writeback(before, new.size - before)
+        waiting.clear()
+
+
+def _write_index(folder: Path, rank: int, index: list[IndexEntry], pack: FileRecord) -> FileRecord:
+    path, data = folder / rank_index(rank), encode_index(index)
+    decode_index(data, pack.bytes, str(path), increment=True)  # a reader would refuse it: so does the writer
+    files.write_atomically(path, data)
+    return FileRecord(name=path.name, bytes=len(data), digest=f"blake3:{blake3.blake3(data).hexdigest()}")
 
 
 def _manifest(
-    run_id: str, name: CheckpointName, about: About, records: list[FileRecord], entries: list[IndexEntry]
+    run_id: str,
+    name: CheckpointName,
+    about: About,
+    records: list[FileRecord],
+    entries: list[IndexEntry],
+    base: CheckpointReader | None,
 ) -> Manifest:
     told: dict[str, Any] = {field: getattr(about, field) for field in About.__struct_fields__ if field != "step"}  # Any: JSON
     bare = Manifest(
@@ -166,22 +157,37 @@ def _manifest(
         stored_bytes=sum(record.bytes for record in records),
         leaves=len(entries),
         files=tuple(records),
+        base=_used_base(entries, base),
         **told,
     )
     return manifests.parse(manifests.seal(bare), str(name))
 
 
+def _used_base(entries: list[IndexEntry], base: CheckpointReader | None) -> Base | None:
+    """None also where nothing of the base was of use: such a checkpoint is a full."""
+    transforms = {blob.layout[0] for entry in entries for blob in entry.blobs} if base is not None else set()
+    if base is None or not transforms & {REFERENCE, DELTA}:
+        return None
+    return Base(name=str(base.manifest.name), digest=base.manifest.digest)
+
+
 def _same_or_refuse(folder: Path, snapshots: Sequence[SnapshotSource]) -> Manifest:
     """A saver killed after its commit is asked again: compare states, never overwrite."""
     found = manifests.read(folder)
+    if digest_of(snapshots) != found.state_digest:
+        raise CheckpointDamaged(f"{folder} is committed already, with another state; it is left as it is", part="manifest")
+    return found
+
+
+def digest_of(snapshots: Sequence[SnapshotSource]) -> str:
+    """The state digest that a checkpoint of these snapshots has."""
     entries = []
     for snapshot in snapshots:
         for entry in snapshot.entries:
-            digest = leaf_digest(blake3.blake3(raw).digest() for raw in _split(snapshot, entry))
-            entries.append(IndexEntry(entry.path, entry.kind, entry.dtype, entry.shape, entry.nbytes, digest, ()))
-    if state_digest(entries) != found.state_digest:
-        raise CheckpointDamaged(f"{folder} is committed already, with another state; it is left as it is", part="manifest")
-    return found
+            leaf = Leaf(entry, snapshot.data(entry), None, None)
+            digest = leaf_digest([blake3.blake3(job.raw).digest() for job in leaf.jobs()])
+            entries.append(IndexEntry(entry.path, entry.kind, entry.dtype, entry.shape, entry.nbytes, digest, (), None))
+    return state_digest(entries)
 
 
 def _clean_up(run: RunDir, name: CheckpointName) -> None:
