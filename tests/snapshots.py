@@ -72,8 +72,16 @@ def item_bytes(dtype: str) -> int:
     return ITEM_SIZES[dtype]
 
 
-def write(run: RunDir, source: Source, *more: Source, name: CheckpointName | None = None, threads: int = 2) -> Manifest:
+def write(
+    run: RunDir,
+    source: Source,
+    *more: Source,
+    name: CheckpointName | None = None,
+    threads: int = 2,
+    base: CheckpointName | None = None,
+    encoding: str = "auto",
+) -> Manifest:
     """Commit a checkpoint of that step, launch 1, one rank per source."""
     files.make_dirs(run.checkpoints)
     name = name or CheckpointName(source.about.step, 1)
-    return write_checkpoint(run, RUN_ID, name, [source, *more], encoding="auto", threads=threads)
+    return write_checkpoint(run, RUN_ID, name, [source, *more], encoding=encoding, threads=threads, base=base)
