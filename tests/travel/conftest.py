@@ -1,15 +1,13 @@
-"""Runs made by hand (real manifests and facts, packs of random bytes) and the two kinds of store."""
+"""Runs made by hand (real checkpoints of random bytes) and the two kinds of store."""
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import blake3
 import msgspec
 import pytest
-import xxhash
+from snapshots import Source, random_bytes
 
 from perdure.training import files
 from perdure.training.checkpoint import facts, manifest
@@ -17,7 +15,8 @@ from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.lineage import LaunchRecord, create_launch
 from perdure.training.checkpoint.manifest import FileRecord, Manifest
 from perdure.training.checkpoint.run_info import RunInfo
-from perdure.training.run_dir import CheckpointName, RunDir, rank_index, rank_pack
+from perdure.training.checkpoint.writer import write_checkpoint
+from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.folder import FolderStore
 from perdure.training.storage.store import ObjectStore
 
@@ -45,21 +44,19 @@ class MadeRun:
         assert create_launch(self.dir, record)
 
     def commit(self, step: int, token: int, *, pack: int = 3000, ranks: int = 1, **changes: Any) -> CheckpointName:
-        """Pack, index, sealed manifest and a good local fact."""
+        """A checkpoint of noise, and a good local fact. `changes` of the manifest, sealed."""
         name = CheckpointName(step, token)
-        folder = self.dir.checkpoint(name)
-        files.make_dirs(folder)
-        records = []
-        for rank in range(ranks):
-            data = random.Random(f"{step} {token} {rank}").randbytes(pack)
-            index = data[:50]
-            (folder / rank_pack(rank)).write_bytes(data)
-            (folder / rank_index(rank)).write_bytes(index)
-            digest = f"xxh3-128:{xxhash.xxh3_128_hexdigest(data)}"
-            records.append(FileRecord(name=rank_pack(rank), bytes=len(data), digest=digest))
-            digest = f"blake3:{blake3.blake3(index).hexdigest()}"
-            records.append(FileRecord(name=rank_index(rank), bytes=len(index), digest=digest))
-        (folder / "manifest.json").write_bytes(manifest.seal(self.manifest(step, token, tuple(records), **changes)))
+        sources = [
+            Source(step).tensor("noise", "uint8", (pack,), random_bytes((step, token, rank), pack)) for rank in range(ranks)
+        ]
+        return self.write(name, *sources, **changes)
+
+    def write(
+        self, name: CheckpointName, *sources: Source, base: CheckpointName | None = None, **changes: Any
+    ) -> CheckpointName:
+        """A checkpoint of these ranks, an increment with a `base`, and a good local fact."""
+        found = write_checkpoint(self.dir, self.id, name, sources, encoding="auto", threads=1, base=base)
+        self.dir.manifest(name).write_bytes(manifest.seal(msgspec.structs.replace(found, **changes)))
         facts.write_fact(self.dir, name, Fact(copy="local", checked_at=time.time(), result="good"))
         return name
 

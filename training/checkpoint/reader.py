@@ -65,6 +65,23 @@ def _with_digest(raw: memoryview, entry: IndexEntry, blob: Blob, where: str) -> 
     return raw
 
 
+def read_index(
+    manifest: Manifest, rank: int, data: bytes, where: str, base: Mapping[str, IndexEntry] | None
+) -> Mapping[str, IndexEntry]:
+    """The leaves of a rank by path, from the bytes of its index, which are checked first; of an increment against those of its
+    base. Raises CheckpointDamaged (part "index")."""
+    pack, index = manifest.files[2 * rank : 2 * rank + 2]
+    place = f"{where}/{index.name}"
+    if f"blake3:{blake3.blake3(data).hexdigest()}" != index.digest:
+        raise CheckpointDamaged(f"{where}: {index.name} does not match its digest", part="index")
+    entries = decode_index(data, pack.bytes, place, version=manifest.version, increment=manifest.base is not None)
+    if manifest.version > 1 and blobs_digest(entries) != pack.digest:
+        raise CheckpointDamaged(f"{place}: {pack.name} of the manifest has other blobs than the index", part="index")
+    if base is not None:
+        check_base(entries, base, place)
+    return {entry.path: entry for entry in entries}
+
+
 class CheckpointReader:
     """An open checkpoint. `entries` are those of rank 0; other ranks' by `rank_entries`. `base` is that of an increment."""
 
@@ -99,19 +116,10 @@ class CheckpointReader:
             if record.bytes > MAX_STORED_INDEX:
                 raise CheckpointDamaged(f"{self.where}: {record.name} has {record.bytes} bytes, too many", part="index")
             data = self.source.read(record.name, 0, record.bytes)
-            if f"blake3:{blake3.blake3(data).hexdigest()}" != record.digest:
-                raise CheckpointDamaged(f"{self.where}: {record.name} does not match its digest", part="index")
-            self._ranks[rank] = self._decoded(data, rank, f"{self.where}/{record.name}")
+            base = self.base_entries(rank) if self.base is not None else None
+            self._record(rank, "pack")
+            self._ranks[rank] = read_index(self.manifest, rank, data, self.where, base)
         return self._ranks[rank]
-
-    def _decoded(self, data: bytes, rank: int, where: str) -> Mapping[str, IndexEntry]:
-        pack, version = self._record(rank, "pack"), self.manifest.version
-        entries = decode_index(data, pack.bytes, where, version=version, increment=self.base is not None)
-        if version > 1 and blobs_digest(entries) != pack.digest:
-            raise CheckpointDamaged(f"{where}: {pack.name} of the manifest has other blobs than the index", part="index")
-        if self.base is not None:
-            check_base(entries, self.base_entries(rank), where)
-        return {entry.path: entry for entry in entries}
 
     def base_entries(self, rank: int) -> Mapping[str, IndexEntry]:
         """Of an increment: the leaves of that rank in its base; none where the base has fewer ranks."""

@@ -7,7 +7,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -15,18 +15,22 @@ from perdure.training import events, files
 from perdure.training.checkpoint import facts, manifest
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.lineage import LaunchRecord, create_launch, follow, read_launches
-from perdure.training.checkpoint.manifest import MAX_MANIFEST, Manifest
+from perdure.training.checkpoint.manifest import MAX_MANIFEST, FileRecord, Manifest
+from perdure.training.checkpoint.pack import MAX_STORED_INDEX, IndexEntry
+from perdure.training.checkpoint.reader import check_is_base, read_index
 from perdure.training.checkpoint.run_info import RunInfo, read_run_info
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, DiskFull, ObjectNotFound, StoreConflict, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
-from perdure.training.travel import digest
+from perdure.training.travel.digest import Proof
 from perdure.training.travel.fence import check_same_run, read_remote_launch, remote_run_info, remote_tokens
 
 logger = logging.getLogger(__name__)
 SPARE_BYTES = 64 << 20
 _MANIFEST_KEY = re.compile(re.escape(RunDir.CHECKPOINTS_KEY) + r"([0-9]+-[0-9]+)/" + re.escape(MANIFEST))
 PullProgress = Callable[[int, int], None]
+_Ranks = list[Mapping[str, IndexEntry]]
+"""The leaves of each rank."""
 
 
 def remote_checkpoints(store: ObjectStore) -> list[CheckpointName]:
@@ -52,6 +56,7 @@ class _Pull:
         self._store, self._run, self._progress = store, run, progress
         self._launches: dict[int, LaunchRecord] = {}
         self._unreadable: list[int] = []
+        self._damaged: set[CheckpointName] = set()
         self._done = 0
 
     def run(self, name: CheckpointName | None) -> CheckpointName:
@@ -101,10 +106,16 @@ class _Pull:
         raise CheckpointNotFound(f"{self._store.url} holds run {info.id}, but no checkpoint of it yet")
 
     def _good(self, name: CheckpointName, info: RunInfo) -> bool:
-        """Fetch and prove one candidate; what is damaged leaves nothing behind."""
-        existed = self._run.checkpoint(name).exists()
+        """Fetch and prove one candidate, its base first."""
         try:
-            self._fetch(name, info)
+            wanted = [found := self._manifest(name, info)]
+            if found.base_name is not None:
+                wanted.insert(0, self._base(found, found.base_name, info))
+            self._check_room(sum(record.bytes for one in wanted for record in one.files))
+            self._done, total = 0, sum(record.bytes for one in wanted for record in one.files)
+            base: _Ranks | None = None
+            for one in wanted:
+                base = self._fetch(one, total, base)
             return True
         except (CheckpointDamaged, ObjectNotFound) as error:
             problem = str(error)
@@ -112,33 +123,64 @@ class _Pull:
             if error.retryable or isinstance(error, StoreConflict) or error.hint:  # not about this one object
                 raise
             problem = str(error)
-        if not existed and self._run.checkpoint(name).exists():
-            files.remove_tree(self._run.checkpoint(name))
         self._report(f"checkpoint {name} in {self._store.url} is damaged: {problem}; using the one before it")
         return False
 
-    def _fetch(self, name: CheckpointName, info: RunInfo) -> None:
-        key = RunDir.checkpoint_key(name, MANIFEST)
-        data = self._store.get(key, limit=MAX_MANIFEST)
-        found = manifest.parse(data, f"{self._store.url}/{key}")
-        self._check(found, name, info)
-        folder = self._run.checkpoint(name)
-        files.make_dirs(folder)
-        self._done, total = 0, sum(record.bytes for record in found.files)
-        for record in found.files:
-            path, key = folder / record.name, RunDir.checkpoint_key(name, record.name)
-            if not digest.local_is(record, path):
-                self._store.get_file(key, path, size=record.bytes, progress=lambda count: self._count(count, total))
-                if not digest.local_is(record, path):
-                    raise CheckpointDamaged(f"{self._store.url}/{key} is not what its manifest says", part="pack")
-        files.write_atomically(folder / MANIFEST, data)
+    def _base(self, increment: Manifest, name: CheckpointName, info: RunInfo) -> Manifest:
+        if name in self._damaged:
+            raise CheckpointDamaged(f"its base {name} is damaged, as was found before", part="base")
+        try:
+            found = self._manifest(name, info)
+        except ObjectNotFound:
+            raise CheckpointDamaged(f"its base {name} is missing", part="base") from None
+        if problem := check_is_base(increment, found):
+            raise CheckpointDamaged(f"its base {name} {problem}", part="base")
+        return found
+
+    def _fetch(self, found: Manifest, total: int, base: _Ranks | None) -> _Ranks:
+        """Every file, proven; then the manifest. What turns out to be damaged leaves nothing behind."""
+        name, folder = found.name, self._run.checkpoint(found.name)
+        existed = folder.exists()
+        try:
+            files.make_dirs(folder)
+            leaves = self._fetch_files(found, total, base)
+        except (CheckpointDamaged, ObjectNotFound):
+            self._damaged.add(name)
+            if not existed:
+                files.remove_tree(folder)
+            raise
+        files.write_atomically(folder / MANIFEST, manifest.seal(found))
         files.remove(self._run.fact(name, "local"))  # of the copy that was here before
         fact = Fact(copy="store", checked_at=time.time(), result="good", location=self._store.url)
         facts.write_fact(self._run, name, fact)
+        return leaves
 
-    def _check(self, found: Manifest, name: CheckpointName, info: RunInfo) -> None:
-        """Before anything is fetched: it is the one asked for, its files are there with these sizes, and there is room."""
-        where = f"{self._store.url}/{RunDir.checkpoint_key(name, MANIFEST)}"
+    def _fetch_files(self, found: Manifest, total: int, base: _Ranks | None) -> _Ranks:
+        """Of each rank the index first: it says what the pack must hold."""
+        folder, leaves = self._run.checkpoint(found.name), []
+        for rank, (pack, index) in enumerate(zip(found.files[::2], found.files[1::2], strict=True)):
+            if index.bytes > MAX_STORED_INDEX:
+                raise CheckpointDamaged(f"{found.name}: {index.name} has {index.bytes} bytes, too many", part="index")
+            self._fetch_file(found.name, index, Proof(index), total)
+            data = (folder / index.name).read_bytes()
+            known = base[rank] if base is not None and rank < len(base) else {} if base is not None else None
+            leaves.append(read_index(found, rank, data, str(folder), known))
+            self._fetch_file(found.name, pack, Proof(pack, leaves[-1]), total)
+        return leaves
+
+    def _fetch_file(self, name: CheckpointName, record: FileRecord, proof: Proof, total: int) -> None:
+        path, key = self._run.checkpoint(name) / record.name, RunDir.checkpoint_key(name, record.name)
+        if proof.local(path):
+            return
+        self._store.get_file(key, path, size=record.bytes, progress=lambda count: self._count(count, total))
+        if not proof.local(path):
+            raise CheckpointDamaged(f"{self._store.url}/{key} is not what its manifest says", part="pack")
+
+    def _manifest(self, name: CheckpointName, info: RunInfo) -> Manifest:
+        """Before anything is fetched: it is the one asked for, and its files are there with these sizes."""
+        key = RunDir.checkpoint_key(name, MANIFEST)
+        where = f"{self._store.url}/{key}"
+        found = manifest.parse(self._store.get(key, limit=MAX_MANIFEST), where)
         if found.name != name or found.run != info.id:
             raise CheckpointDamaged(f"{where} is of checkpoint {found.name} of run {found.run[:100]}", part="manifest")
         there = {item.key: item.size for item in self._store.list(RunDir.checkpoint_key(name, ""))}
@@ -147,7 +189,7 @@ class _Pull:
             if size != record.bytes:
                 state = "missing" if size is None else f"{size} bytes long"
                 raise CheckpointDamaged(f"{where}: {record.name} should have {record.bytes} bytes and is {state}", part="pack")
-        self._check_room(sum(record.bytes for record in found.files))
+        return found
 
     def _check_room(self, needed: int) -> None:
         at = self._run.root

@@ -1,7 +1,9 @@
 """Push: one checkpoint into the store. Files first, each read back and compared, the manifest last; then the fact.
 
-A reader of the store sees this checkpoint whole or not at all, wherever push dies; the next push goes on."""
+The base of an increment goes before it. A reader of the store sees a checkpoint whole or not at all, wherever push dies; the
+next push goes on."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +13,13 @@ import msgspec
 from perdure.training.checkpoint import facts, manifest
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.lineage import lineage, read_launches
-from perdure.training.checkpoint.manifest import MAX_MANIFEST, FileRecord, Manifest
+from perdure.training.checkpoint.manifest import MAX_MANIFEST, Manifest
+from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.checkpoint.run_info import read_run_info
-from perdure.training.errors import CheckpointDamaged, StoreConflict, StoreError
+from perdure.training.errors import CheckpointDamaged, ObjectNotFound, StoreConflict, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore, ShouldStop, TransferStopped
-from perdure.training.travel import digest
+from perdure.training.travel.digest import Proof
 from perdure.training.travel.fence import claim_run, record_launch
 
 CHECK_KEY = "check.json"
@@ -54,29 +57,58 @@ class _Push:
         should_stop: ShouldStop | None,
     ) -> None:
         self._run, self._store, self._name = run, store, name
-        self._folder = run.checkpoint(name)
         self._progress, self._should_stop = progress, should_stop
         self._done = self._total = 0
 
     def run(self) -> Fact:
-        found = self._local_manifest()
-        self._total = 2 * sum(record.bytes for record in found.files)
-        claim_run(self._run, self._store)
-        self._put_launches()
-        for record in sorted(found.files, key=lambda record: record.name.endswith(".index")):  # packs first
-            self._put_file(record)
-        self._put_manifest(manifest.seal(found))
-        return self._record()
+        with self._opened() as reader:
+            claim_run(self._run, self._store)
+            self._put_launches()
+            base = reader.base
+            wanted = [reader] if base is None or self._stored_manifest(base) == base.manifest else [base, reader]
+            self._total = 2 * sum(record.bytes for one in wanted for record in one.manifest.files)
+            for one in wanted:
+                fact = self._put(one)
+        return fact
 
-    def _local_manifest(self) -> Manifest:
-        fact = facts.read_fact(self._run, self._name, "local")
+    def _put(self, reader: CheckpointReader) -> Fact:
+        there = self._stored_manifest(reader)
+        if there is None or not _is_rolled_up(there, reader.manifest):
+            for part in (0, 1):  # packs first, then indexes
+                for rank in range(reader.ranks):
+                    self._put_file(reader, rank, part)
+            self._put_manifest(reader.manifest)
+        return self._record(reader.manifest.name)
+
+    def _opened(self) -> CheckpointReader:
+        """The local copy, held while it is sent. What is known to be damaged, or has a base that is, is not sent."""
+        folder = self._run.checkpoint(self._name)
+        self._check_trust(self._name)
+        reader = open_checkpoint(folder)
+        try:
+            found, info = reader.manifest, read_run_info(self._run)
+            if found.run != info.id or found.name != self._name:
+                text = f"{folder}: manifest is that of {found.name} of run {found.run}"
+                raise CheckpointDamaged(text, part="manifest")
+            if reader.base is not None:
+                self._check_trust(reader.base.manifest.name)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+    def _check_trust(self, name: CheckpointName) -> None:
+        fact = facts.read_fact(self._run, name, "local")
         if fact is not None and fact.result != "good":
-            raise CheckpointDamaged(f"{self._folder} is quarantined ({'; '.join(fact.damage)[:300]}): not pushed", part="pack")
-        found = manifest.read(self._folder)
-        info = read_run_info(self._run)
-        if found.run != info.id or found.name != self._name:
-            raise CheckpointDamaged(f"{self._folder}: manifest is that of {found.name} of run {found.run}", part="manifest")
-        return found
+            told = "; ".join(fact.damage)[:300]
+            raise CheckpointDamaged(f"{self._run.checkpoint(name)} is quarantined ({told}): not pushed", part="pack")
+
+    def _stored_manifest(self, reader: CheckpointReader) -> Manifest | None:
+        """What the store has under this name; None for nothing, or nothing that can be read."""
+        key = RunDir.checkpoint_key(reader.manifest.name, MANIFEST)
+        with contextlib.suppress(ObjectNotFound, CheckpointDamaged):
+            return manifest.parse(self._store.get(key, limit=MAX_MANIFEST), f"{self._store.url}/{key}")
+        return None
 
     def _put_launches(self) -> None:
         """The lineage is read from these; without them a checkpoint in the store belongs to nothing."""
@@ -88,16 +120,19 @@ class _Push:
                     "another machine went on with this run: stop it or this one, then pull into a new directory",
                 )
 
-    def _put_file(self, record: FileRecord) -> None:
-        path, key = self._folder / record.name, RunDir.checkpoint_key(self._name, record.name)
-        if not digest.local_is(record, path, self._poll):
-            part = "pack" if record.name.endswith(".pack") else "index"
-            raise CheckpointDamaged(f"{path} is not what the manifest says: not pushed", part=part, hint="run `perdure verify`")
-        if digest.stored_is(record, self._store, key, self._count_read):  # an earlier push got this far
+    def _put_file(self, reader: CheckpointReader, rank: int, part: int) -> None:
+        record = reader.manifest.files[2 * rank + part]
+        path = self._run.checkpoint(reader.manifest.name) / record.name
+        key = RunDir.checkpoint_key(reader.manifest.name, record.name)
+        proof = Proof(record, None if part else reader.rank_entries(rank))
+        if not proof.local(path, self._poll):
+            kind = "index" if part else "pack"
+            raise CheckpointDamaged(f"{path} is not what the manifest says: not pushed", part=kind, hint="run `perdure verify`")
+        if proof.stored(self._store, key, self._count_read):  # an earlier push got this far
             self._count(record.bytes)
             return
         self._send(path, key)
-        if not digest.stored_is(record, self._store, key, self._count_read):
+        if not proof.stored(self._store, key, self._count_read):
             raise StoreError(
                 f"{self._store.url}/{key} was stored, but other bytes are read back; no manifest was written",
                 hint="push again; if it repeats, the store or the way to it damages data",
@@ -107,32 +142,40 @@ class _Push:
         self._poll()
         self._store.put_file(key, path, progress=self._count, should_stop=self._should_stop)
 
-    def _put_manifest(self, data: bytes) -> None:
+    def _put_manifest(self, ours: Manifest) -> None:
         self._poll()
-        key = RunDir.checkpoint_key(self._name, MANIFEST)
+        key, data = RunDir.checkpoint_key(ours.name, MANIFEST), manifest.seal(ours)
         if not self._store.put(key, data, if_absent=True) and not self._holds(key, data):
-            there = self._store.get(key, limit=MAX_MANIFEST)
-            try:
-                other = manifest.parse(there, f"{self._store.url}/{key}")
-            except CheckpointDamaged:  # rotten in the store: ours is good, and all it names was just proven
-                self._store.put(key, data)
-            else:
-                raise StoreConflict(
-                    f"{self._store.url}/{key} holds another checkpoint (state {other.state_digest[:16]}, run {other.run})",
-                    "another machine committed under the same token: pull into a new directory and go on from there",
-                )
+            self._replace_manifest(key, data, ours)
         if not self._holds(key, data):
             raise StoreError(f"{self._store.url}/{key} was stored, but other bytes are read back", hint="push again")
+
+    def _replace_manifest(self, key: str, data: bytes, ours: Manifest) -> None:
+        """All that ours names was just proven. It takes the place of a rotten one, or of the increment it was made from."""
+        there = self._store.get(key, limit=MAX_MANIFEST)
+        try:
+            other = manifest.parse(there, f"{self._store.url}/{key}")
+        except CheckpointDamaged:
+            self._store.put(key, data)
+            return
+        if not _is_rolled_up(ours, other):
+            raise StoreConflict(
+                f"{self._store.url}/{key} holds another checkpoint (state {other.state_digest[:16]}, run {other.run})",
+                "another machine committed under the same token: pull into a new directory and go on from there",
+            )
+        self._store.put(key, data)
+        with contextlib.suppress(StoreError):  # a key that may not delete leaves them: nothing names them any more
+            self._store.delete([RunDir.checkpoint_key(ours.name, record.name) for record in other.files])
 
     def _holds(self, key: str, data: bytes) -> bool:
         if self._store.size(key) != len(data):
             return False
         return self._store.get(key, limit=len(data)) == data
 
-    def _record(self) -> Fact:
+    def _record(self, name: CheckpointName) -> Fact:
         fact = Fact(copy="store", checked_at=time.time(), result="good", location=self._store.url)
-        self._store.put(RunDir.checkpoint_key(self._name, CHECK_KEY), msgspec.json.encode(fact))
-        facts.write_fact(self._run, self._name, fact)
+        self._store.put(RunDir.checkpoint_key(name, CHECK_KEY), msgspec.json.encode(fact))
+        facts.write_fact(self._run, name, fact)
         return fact
 
     def _poll(self) -> None:
@@ -147,3 +190,9 @@ class _Push:
         self._done += count
         if self._progress:
             self._progress(min(self._done, self._total), self._total)
+
+
+def _is_rolled_up(full: Manifest, increment: Manifest) -> bool:
+    """Whether one is the full that was made of the other in its place: the same state, without the base."""
+    same = (full.run, full.name, full.state_digest) == (increment.run, increment.name, increment.state_digest)
+    return same and full.base is None and increment.base is not None
