@@ -9,12 +9,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import saves
+from benchmarks import increments, overhead, ratios, saves, sizes, stall, throttled, wall
 from benchmarks.report import RESULTS, Question, Report, Section, Setting
 
 QUESTIONS: dict[str, Question] = {
+    "stall": stall.measure,
     "saves-0.4": saves.small,
+    "ratios": ratios.measure,
+    "increments": increments.measure,
+    "throttled": throttled.measure,
+    "wall": wall.measure,
     "saves-1.5": saves.large,
+    "sizes": sizes.measure,
+    "overhead": overhead.measure,
 }
 
 

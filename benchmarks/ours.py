@@ -3,33 +3,52 @@
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from benchmarks.measure import THREADS
 from benchmarks.peers import Peer
 from benchmarks.saver import NAME
 from benchmarks.state import Tracked
 from perdure.training.checkpoint.reader import open_checkpoint
+from perdure.training.checkpoint.writer import write_checkpoint
 from perdure.training.engine.leaves import LoadedLeaf
 from perdure.training.engine.rng import rng_leaves
 from perdure.training.engine.stage import Stager
 from perdure.training.engine.state import collect
-from perdure.training.run_dir import RunDir
-from perdure.training.slots import About, SlotWriter, create_slot
+from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.slots import About, SlotWriter, Snapshot, create_slot
 
 ABOUT = About(step=1, world={"size": 1}, data={}, environment={}, code={}, config={}, loss={})
 DEFAULT = "Perdure, auto, 2 threads"
 
 
-class Slots:
-    """Two slots and the stager that fills them."""
+@dataclass(frozen=True)
+class Written:
+    """Bytes of a checkpoint; `base` is set for an increment."""
 
-    def __init__(self, tracked: Tracked) -> None:
-        self.descriptors = [create_slot(f"bench-{number}") for number in range(2)]
+    raw: int
+    stored: int
+    base: str | None
+
+
+def write(root: Path, name: CheckpointName, tracked: Tracked, encoding: str, base: CheckpointName | None = None) -> Written:
+    """Stage this state and write it as a checkpoint of the run at `root`, in this process."""
+    snapshot = Snapshot(Slots(tracked, 1).descriptors[0])
+    manifest = write_checkpoint(RunDir(root), "bench", name, [snapshot], encoding=encoding, threads=THREADS, base=base)
+    return Written(manifest.raw_bytes, manifest.stored_bytes, manifest.base.name if manifest.base else None)
+
+
+class Slots:
+    """Two slots and the stager that fills them, both filled once."""
+
+    def __init__(self, tracked: Tracked, count: int = 2) -> None:
+        self.descriptors = [create_slot(f"bench-{number}") for number in range(count)]
         self._stager = Stager([SlotWriter(descriptor) for descriptor in self.descriptors])
         self._stager.prepare([*collect(tracked), *rng_leaves()])
-        for number in range(2):
+        for number in range(count):
             self.snapshot(tracked, number)
 
     def snapshot(self, tracked: Tracked, number: int = 0) -> None:

@@ -10,8 +10,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from benchmarks.report import Section, Setting, Target
 
 LOOP = Path(__file__).parent / "loop"
 ROUNDS = 3
@@ -31,20 +33,20 @@ def _times(folder: Path, number: int) -> list[float]:
 
 
 def _bare(folder: Path, number: int) -> list[float]:
-    command = [sys.executable, LOOP / "loop.py", *_settings(folder, number)]
+    command = [sys.executable, str(LOOP / "loop.py"), *_settings(folder, number)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return _times(folder, number)
 
 
 def _chunked(folder: Path, number: int) -> list[float]:
-    command = [*PERDURE, LOOP / "run.toml"]
+    command = [*PERDURE, str(LOOP / "run.toml")]
     for text in _settings(folder, number):
         command += ["--set", text]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return _times(folder, number)
 
 
-def measure() -> list[dict[str, Any]]:  # Any: JSON values
+def measure(setting: Setting) -> Iterator[Section]:
     """Medians of interleaved rounds."""
     from perdure.deployments import server
 
@@ -52,31 +54,23 @@ def measure() -> list[dict[str, Any]]:  # Any: JSON values
     with tempfile.TemporaryDirectory() as name, server.acquire(server.ServerHome(Path(name) / "prefect")) as local:
         os.environ["PREFECT_API_URL"] = local.url
         folder = Path(name)
-        for number in range(ROUNDS):
+        for number in range(1 if setting.quick else ROUNDS):
             bare.append(_bare(folder, 2 * number))
             chunked.append(_chunked(folder, 2 * number + 1))
         del os.environ["PREFECT_API_URL"]
     lost = [sum(with_) / sum(without) - 1 for with_, without in zip(chunked, bare, strict=True)]
     boundary = statistics.median(_boundary(steps) for steps in chunked)
+    section = Section("A chunked run against its bare loop", data={"bare": bare, "chunked": chunked})
+    section.notes = [f"{STEPS} steps in chunks of {CHUNK} under Prefect, trainer pinned to one core; the loop alone beside it."]
     share = statistics.median(lost)
-    return [
-        {
-            "question": f"boundary step (snapshot included) over the median step, {STEPS} steps in chunks of {CHUNK}",
-            "shown": f"{boundary * 1e3:.1f} ms",
-            "target": "under 50 ms",
-            "met": boundary < 0.05,
-            "seconds": boundary,
-        },
-        {
-            "question": "share of wall time lost to chunks, checkpoints, proofs and copies (trainer pinned to one core)",
-            "shown": f"{share:.1%} (rounds: {', '.join(f'{value:.1%}' for value in lost)})",
-            "target": "under 5 %",
-            "met": share < 0.05,
-            "share": share,
-            "bare_seconds": [sum(steps) for steps in bare],
-            "chunked_seconds": [sum(steps) for steps in chunked],
-        },
+    told = f"{share:.1%} (rounds: {', '.join(f'{value:.1%}' for value in lost)})"
+    section.targets = [
+        Target(
+            "boundary step, snapshot included, over the median step", f"{boundary * 1e3:.1f} ms", "under 50 ms", boundary < 0.05
+        ),
+        Target("share of wall time lost to chunks, checkpoints, proofs and copies", told, "under 5 %", share < 0.05),
     ]
+    yield section
 
 
 def _boundary(steps: list[float]) -> float:

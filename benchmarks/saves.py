@@ -196,8 +196,8 @@ def _section(size: int, leaves: int, tries: dict[str, list[Values]]) -> Section:
     section = Section(f"Saving {size / 1e9:.2f} GB of AdamW state", header=HEADER)
     section.notes = [
         f"{leaves} tensors; medians of {rounds} interleaved rounds; {THREADS} threads; every row in a process of its own, "
-        "after a first save that does not count. Peak extra memory includes buffers kept between saves. Where a row says fsync, "
-        "the benchmark syncs for a peer that does not. Verify is stored bytes over CPU seconds; only Perdure can."
+        "after a first save that does not count. Peak extra memory includes buffers kept between saves. Where a row says "
+        "fsync, the benchmark syncs for a peer that does not. Verify is stored bytes over CPU seconds; only Perdure can."
     ]
     section.rows = [_cells(name, figures, found[DEFAULT], size) for name, figures in found.items()]
     section.targets = _targets(found, size)

@@ -2,29 +2,18 @@
 
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
 
-import torch
-
-from perdure.training.engine.rng import rng_leaves
-from perdure.training.engine.stage import Stager
-from perdure.training.engine.state import collect
-from perdure.training.slots import About, SlotWriter, create_slot
+from benchmarks import state
+from benchmarks.measure import Values, Window, in_child
+from benchmarks.ours import Slots
+from benchmarks.report import Section, Setting, Target
+from benchmarks.saves import SIZES, loaded
+from benchmarks.state import Tracked
 
 ROUNDS = 15
-WIDTH, LAYERS = 1024, 24
-"""About 0.3 GB of weights, gradients apart, and AdamW moments."""
-
-
-def _state() -> dict[str, Any]:  # Any: a module and its optimizer
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, WIDTH)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return {"model": model, "optimizer": optimizer}
+MOST = 1.2
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -33,39 +22,41 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure() -> list[dict[str, Any]]:  # Any: JSON values
-    """Median of interleaved rounds."""
-    tracked = _state()
-    stager = Stager([SlotWriter(create_slot(f"bench-{number}")) for number in range(2)])
-    about = About(step=1, world={}, data={}, environment={}, code={}, config={}, loss={})
-    leaves = [*collect(tracked), *rng_leaves()]
-    stager.prepare(leaves)
-    sources = [leaf.value for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
-    targets = [torch.empty_like(source).fill_(0) for source in sources]
+def _compare(tracked: Tracked) -> Values:
+    """Interleaved, in one process: the bare copies and the snapshots."""
+    slots = Slots(tracked)
+    sources = [value.detach() for _, value in state.tensors(tracked)]
+    targets = [source.clone() for source in sources]
 
     def bare() -> None:
         for source, target in zip(sources, targets, strict=True):
-            target.copy_(source.detach())
+            target.copy_(source)
 
-    def snapshot(number: int) -> None:
-        stager.copy(number % 2, [*collect(tracked), *rng_leaves()], about)
-
-    bares, snapshots = [], []
+    found: dict[str, list[float]] = {"copy": [], "snapshot": []}
     for number in range(ROUNDS):
-        bares.append(_seconds(bare))
-        snapshots.append(_seconds(lambda number=number: snapshot(number)))
-    ratio = statistics.median(snapshots) / statistics.median(bares)
-    size = sum(source.nbytes for source in sources)
-    shown = f"{ratio:.2f} x ({statistics.median(snapshots) * 1e3:.1f} ms against {statistics.median(bares) * 1e3:.1f} ms)"
-    question = f"stall of a snapshot of {size / 1e6:.0f} MB of AdamW state against a bare copy_"
-    return [
-        {
-            "question": question,
-            "shown": shown,
-            "target": "under 2 x",
-            "met": ratio < 2,
-            "ratio": ratio,
-            "snapshot": snapshots,
-            "copy": bares,
-        }
-    ]
+        found["copy"].append(_seconds(bare))
+        found["snapshot"].append(_seconds(partial(slots.snapshot, tracked, number % 2)))
+    return dict(found)
+
+
+def measure(setting: Setting) -> Iterator[Section]:
+    section = Section("Stall of a snapshot", header=("state", "bare copy_", "snapshot", "ratio"), data={})
+    section.notes = [f"Medians of {ROUNDS} interleaved rounds in one process; buffers and slots were touched before."]
+    for gigabytes in SIZES:
+        tracked = loaded(setting, gigabytes)
+        size = f"{state.nbytes(tracked) / 1e9:.2f} GB"
+
+        def work(_: Window, tracked: Tracked = tracked) -> Values:
+            return _compare(tracked)
+
+        found = section.data[size] = in_child(work)
+        if "failed" in found:
+            section.rows.append((size, "-", "-", f"not measured: {found['failed']}"))
+        else:
+            copy, snapshot = statistics.median(found["copy"]), statistics.median(found["snapshot"])
+            ratio = f"{snapshot / copy:.2f} x"
+            section.rows.append((size, f"{copy * 1e3:.1f} ms", f"{snapshot * 1e3:.1f} ms", ratio))
+            section.targets.append(
+                Target(f"stall against a bare copy_, {size}", ratio, f"at most {MOST} x", snapshot <= MOST * copy)
+            )
+        yield section

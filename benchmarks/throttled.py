@@ -69,8 +69,8 @@ def _section(tries: dict[str, list[Values]], rate: float) -> Section:
     found = {name: medians(values) for name, values in tries.items()}
     section = Section("A disk of 300 MB/s", header=("row", "stall s", "durable s", "MB", "against torch.save + fsync"))
     section.notes = [
-        "An ext4 on a loop device with direct I/O, which the kernel's block throttle (blkio, cgroup v1) holds to 300 MB/s; a plain "
-        f"write and fsync makes {rate / 1e6:.0f} MB/s there."
+        "An ext4 on a loop device with direct I/O, which the kernel's block throttle (blkio, cgroup v1) holds to 300 MB/s; a "
+        f"plain write and fsync makes {rate / 1e6:.0f} MB/s there."
     ]
     base = found[BASELINE].get("durable")
     for name, figures in found.items():

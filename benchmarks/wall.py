@@ -1,8 +1,8 @@
 """How much wall time does a save cost in all? A training loop with one save in it, against the same loop without.
 
-Both cores train, so whatever the saver needs it takes from them; the loop ends when its steps are done and the save is durable."""
+Both cores train, so what the saver needs it takes from them; the loop ends when its steps are done and the save is durable."""
 
-import contextlib
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def _timed(setting: Setting, tracked: Tracked, make: Make | None, folder: Path, 
             (folder / "first").mkdir()
             (folder / "save").mkdir()
             peer.prepare(tracked, folder / "first")
-        for _ in range(3):
+        for _warm in range(3):
             loop.step()
         ends = [time.perf_counter()]
         for number in range(steps):
@@ -60,7 +60,7 @@ def _timed(setting: Setting, tracked: Tracked, make: Make | None, folder: Path, 
             ends.append(time.perf_counter())
         if peer is not None:
             peer.wait(folder / "save")
-        each = statistics.median(after - before for before, after in zip(ends, ends[1:], strict=False))
+        each = statistics.median(after - before for before, after in itertools.pairwise(ends))
         return {"seconds": time.perf_counter() - ends[0], "step": each, "steps": steps}
 
     return in_child(work)
@@ -70,8 +70,8 @@ def _section(size: int, tries: dict[str, list[Values]]) -> Section:
     found = {name: medians(values) for name, values in tries.items()}
     section = Section("Wall time lost per save", header=("row", "loop s", "lost s", "lost in all"))
     section.notes = [
-        f"A loop that trains on both cores, with one save of {size / 1e9:.2f} GB; lost: beyond the same loop without a save in the "
-        "same round. This counts the stall and what the saver takes from the loop until the save is durable."
+        f"A loop that trains on both cores, with one save of {size / 1e9:.2f} GB; lost: beyond the same loop without a save in "
+        "the same round. This counts the stall and what the saver takes from the loop until the save is durable."
     ]
     lost = {}
     for name in COMPARED:
@@ -100,9 +100,9 @@ def measure(setting: Setting) -> Iterator[Section]:
     if "failed" in trial:
         yield Section("Wall time lost per save", notes=[f"Not measured: {trial['failed']}."], data=trial)
         return
-    steps = 6 if setting.quick else max(20, round(_SECONDS / trial["step"]))
+    steps = 6 if setting.quick else max(12, round(_SECONDS / trial["step"]))
     tries: dict[str, list[Values]] = {name: [] for name in (BARE, *COMPARED)}
     for name in interleaved(list(tries), setting.rounds):
-        with scratch(setting.folder, "wall") as folder, contextlib.suppress(FileNotFoundError):
+        with scratch(setting.folder, "wall") as folder:
             tries[name].append(_timed(setting, tracked, makers.get(name), folder, steps))
         yield _section(size, tries)

@@ -4,14 +4,16 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "gpt"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from perdure.training import Session
 
 
 def train(session: Session) -> None:
-    import train as example
+    from examples.gpt import train as example
 
     os.sched_setaffinity(0, {0})  # the trainer has one core, whatever saves has the other
     ends: list[float] = []
@@ -22,12 +24,12 @@ def train(session: Session) -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(session, name)
 
-        def steps(self):  # noqa: ANN202
+        def steps(self) -> Iterator[int]:
             for step in session.steps():
                 yield step
                 ends.append(time.perf_counter())
 
-    example.train(Timed())
+    example.train(cast(Session, Timed()))
     Path(session.params["times"]).write_text(json.dumps(ends))
 
 
