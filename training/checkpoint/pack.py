@@ -141,7 +141,7 @@ def _decode_entries(data: bytes, version: int) -> tuple[IndexEntry, ...]:
         raise ValueError(f"version {index.version}")
     if isinstance(index, _Index):
         return index.entries
-    return tuple(IndexEntry(*msgspec.structs.astuple(entry)) for entry in index.entries)
+    return tuple(IndexEntry(e.path, e.kind, e.dtype, e.shape, e.nbytes, e.digest, e.blobs, None) for e in index.entries)
 
 
 def _check(entries: Sequence[IndexEntry], pack_bytes: int, increment: bool) -> None:
