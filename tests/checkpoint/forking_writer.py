@@ -21,7 +21,7 @@ def act(order: dict[str, str | int], sources: list[Source]) -> None:
     files.plan_failure(str(order["plan"]))
     files.set_role("saver")
     if order["act"] == "write":
-        write(run, *sources)
+        write(run, *sources, base=CheckpointName.parse(str(order.get("base"))))
     elif order["act"] == "check":
         check(run, CheckpointName(step, 1))
     else:

@@ -13,6 +13,7 @@ from snapshots import FIRST, Source, random_bytes, ranks, small_source, write
 
 from perdure.training import files
 from perdure.training.checkpoint import catalog, facts, manifest
+from perdure.training.checkpoint.hold import try_hold_alone
 from perdure.training.checkpoint.lineage import committed, read_launches
 from perdure.training.checkpoint.verify import check, verify_folder
 from perdure.training.run_dir import CheckpointName, RunDir
@@ -33,8 +34,10 @@ def order() -> Iterator[Order]:
         assert writer.stdout is not None
         stdin, stdout = writer.stdin, writer.stdout
 
-        def give(run: RunDir, plan: str = "", act: str = "write", step: int = SECOND.step, seed: int = 4) -> int:
-            told = {"run": str(run.root), "plan": plan, "act": act, "step": step, "seed": seed}
+        def give(
+            run: RunDir, plan: str = "", act: str = "write", step: int = SECOND.step, seed: int = 4, base: object = ""
+        ) -> int:
+            told = {"run": str(run.root), "plan": plan, "act": act, "step": step, "seed": seed, "base": str(base)}
             stdin.write(json.dumps(told) + "\n")
             stdin.flush()
             return int(stdout.readline())
@@ -102,6 +105,27 @@ def test_killed_before_each_disk_call_of_a_save_it_is_there_or_not_and_the_next_
         files.remove_tree(first.checkpoint(SECOND))
     assert killed > 25
     assert outcomes == [False] * (len(outcomes) - 2) + [True, True]  # there from the rename of the manifest on, not before
+
+
+def test_killed_before_each_disk_call_of_an_increment_it_is_there_or_not_and_the_base_is_free_again(
+    run: RunDir, order: Order
+) -> None:
+    write(run, *ranks(FIRST.step, 4))
+    before = everything(run)
+    for number in range(1, 100):
+        status = order(run, f"saver:kill:{number}", base=FIRST)
+        there = assert_there_or_not_there(run)
+        with try_hold_alone(run.checkpoint(FIRST)) as alone:
+            assert alone
+        if status == 0:
+            break
+        assert order(run, base=FIRST) == 0
+        assert assert_there_or_not_there(run)
+        assert there or manifest.read(run.checkpoint(SECOND)).base_name == FIRST
+        files.remove_tree(run.checkpoint(SECOND))
+        assert everything(run) == before
+    assert 20 < number < 99
+    assert manifest.read(run.checkpoint(SECOND)).base_name == FIRST
 
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EIO", "EROFS"])
