@@ -16,6 +16,7 @@ import msgspec
 from perdure.training import events, files, slots
 from perdure.training.agent import descendants
 from perdure.training.agent.rank import Rank
+from perdure.training.agent.room import Room
 from perdure.training.agent.savers import Savers
 from perdure.training.agent.watch import Deadlines
 from perdure.training.checkpoint.lineage import LaunchEnd, write_end
@@ -27,6 +28,8 @@ from perdure.training.wire import Message
 TICK_SECS = 0.1
 PROGRESS_SECS = 0.25
 SLOTS = 2
+SALVAGE_SECS = 3.0
+"""What a rank killed at the end of its grace left in memory is given so long; launch.END_MARGIN_SECS is more."""
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 8000
 
@@ -39,8 +42,9 @@ class Agent:
         files.make_dirs(self.run.metrics(token).parent)
         self.slots = [slots.create_slot(f"{token}-{number}") for number in range(SLOTS)]
         self.saver_log = open(self.log_dir / "saver.log", "ab")
-        self.savers = Savers(self.run, config, run_id, token, self.slots, self.saver_log)
+        self.savers = Savers(self.run, config, run_id, token, resume.step if resume else 0, self.slots, self.saver_log)
         self.rank = Rank(self.run, config, token, resume, replan, self.slots)
+        self.room = Room(self.run, config, token)
         self.watch = Deadlines(config)
         self.signalled = False
         self.stop_reason = ""
@@ -86,8 +90,21 @@ class Agent:
         for message in self.rank.receive():
             if "snapshot" in message:
                 self.savers.submit(int(message["snapshot"]), int(message["step"]))
+            if "state_bytes" in message:
+                self.room.ask(int(message["state_bytes"]), self.rank)
+            if "waiting_for_slot" in message:
+                self.say_waiting(int(message["waiting_for_slot"]), message.get("waited"))
             if "notice" in message:
                 events.record(self.run, "notice", text=message["notice"], token=self.token)
+
+    def say_waiting(self, step: int, seconds: float | None) -> None:
+        """A checkpoint is due and the saver has both slots: training waits, and nothing is lost."""
+        if seconds is None:
+            text = f"training waits at step {step}: the saver still writes both slots"
+            events.record(self.run, "waiting_for_slot", token=self.token, step=step, text=text)
+        else:
+            text = f"training waited {seconds:.1f} s at step {step} for the saver"
+            events.record(self.run, "waiting_for_slot", token=self.token, step=step, seconds=seconds, text=text)
 
     # the loop
 
@@ -107,12 +124,17 @@ class Agent:
         if self.signalled:
             self.stop("SIGTERM")
         self.savers.work()
+        self.room.work(self.rank)
         for slot in self.savers.take_freed():
             self.rank.send({"freed": slot})
         self.publish()
 
+    @property
+    def waits_for_disk(self) -> bool:
+        return self.savers.disk_full or self.room.waiting
+
     def publish(self) -> None:
-        state = "stopping" if self.stop_reason else "waiting for disk" if self.savers.disk_full else self.rank.phase
+        state = "stopping" if self.stop_reason else "waiting for disk" if self.waits_for_disk else self.rank.phase
         now = time.monotonic()
         if state == self._state and now - self._published < PROGRESS_SECS:
             return
@@ -135,7 +157,7 @@ class Agent:
         """Train until the rank has ended and what it left in the slots is committed."""
         while self.rank.is_alive():
             self.turn()
-            problem = self.savers.lost or self.watch.problem(self.rank, paused=self.savers.disk_full)
+            problem = self.savers.lost or self.watch.problem(self.rank, paused=self.waits_for_disk)
             if problem:
                 if not self.savers.lost:
                     self.rank.dump_stacks()
@@ -144,7 +166,8 @@ class Agent:
             elif time.monotonic() > self.stop_deadline:
                 self.rank.kill()
         self.on_rank()
-        while self.savers.busy and time.monotonic() < self.stop_deadline:
+        self.savers.salvage()
+        while self.savers.busy and time.monotonic() < self.stop_deadline + SALVAGE_SECS:
             self.turn()
         return self.describe_end()
 

@@ -3,14 +3,19 @@ slot stays with the agent, and the next saver writes the same snapshot again."""
 
 import argparse
 import contextlib
+import errno
 import os
 import socket
 import time
 from pathlib import Path
 
 from perdure.training import files
+from perdure.training.checkpoint import facts, space
+from perdure.training.checkpoint.audit import snapshot_digest
+from perdure.training.checkpoint.increment import choose_base
+from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.writer import write_checkpoint
-from perdure.training.errors import PerdureError
+from perdure.training.errors import CheckpointDamaged, PerdureError
 from perdure.training.process import die_with_parent
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.slots import Snapshot
@@ -20,7 +25,7 @@ NICENESS = 10
 """Training comes first on a busy machine."""
 
 
-def save(run: RunDir, request: Message, fd: int, run_id: str, encoding: str, threads: int) -> Message:
+def save(run: RunDir, request: Message, fd: int, run_id: str) -> Message:
     """Write the snapshot in `fd`; the answer says `committed` or `failed`."""
     started = time.monotonic()
     name = CheckpointName(request["step"], request["token"])
@@ -28,7 +33,8 @@ def save(run: RunDir, request: Message, fd: int, run_id: str, encoding: str, thr
     try:
         if not snapshot.whole or snapshot.step != name.step:
             return {"failed": f"slot holds no whole snapshot of step {name.step}", "errno": 0, "path": ""}
-        manifest = write_checkpoint(run, run_id, name, [snapshot], encoding=encoding, threads=threads)
+        make_room(run, request, sum(entry.nbytes for entry in snapshot.entries))
+        manifest = write(run, run_id, name, request, snapshot)
     except OSError as error:
         return {"failed": str(error), "errno": error.errno or 0, "path": str(error.filename or run.checkpoint(name))}
     except PerdureError as error:
@@ -46,11 +52,35 @@ def save(run: RunDir, request: Message, fd: int, run_id: str, encoding: str, thr
     }
 
 
+def make_room(run: RunDir, request: Message, raw_bytes: int) -> None:
+    """Delete what may go if the checkpoint would not fit. Raises OSError (ENOSPC) where that is not enough."""
+    increment = not request["full"]
+    if space.shortage(run, raw_bytes, increment=increment):
+        space.make_room(run, request["keep_last"], raw_bytes, stored=request["stored"], increment=increment)
+        if problem := space.shortage(run, raw_bytes, increment=increment):
+            raise OSError(errno.ENOSPC, problem, str(run.checkpoints))
+
+
+def write(run: RunDir, run_id: str, name: CheckpointName, request: Message, snapshot: Snapshot) -> Manifest:
+    """Commit it. With `checkpoint.audit`, what the slot holds must be what the rank had in its tensors, before and after."""
+    audited = snapshot.header.state_digest if snapshot.header else ""
+    if audited and snapshot_digest(snapshot) != audited:
+        raise CheckpointDamaged(f"audit: the snapshot of step {name.step} is not what the rank had in its tensors", part="slot")
+    base = None if request["full"] else choose_base(run)
+    encoding, threads = request["encoding"], request["threads"]
+    manifest = write_checkpoint(run, run_id, name, [snapshot], encoding=encoding, threads=threads, base=base)
+    if audited and manifest.state_digest != audited:
+        problem = f"audit: step {name.step} changed in memory while it was written"
+        facts.write_fact(run, name, facts.Fact(copy="local", checked_at=time.time(), result="damaged", damage=(problem,)))
+        raise CheckpointDamaged(problem, part="slot")
+    return manifest
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("run_dir", "run_id", "encoding"):
+    for name in ("run_dir", "run_id"):
         parser.add_argument(name)
-    for name in ("socket_fd", "parent", "threads"):
+    for name in ("socket_fd", "parent"):
         parser.add_argument(name, type=int)
     options = parser.parse_args()
     die_with_parent(options.parent)
@@ -60,7 +90,7 @@ def main() -> None:
     run, wire = RunDir(Path(options.run_dir)), Wire(socket.socket(fileno=options.socket_fd))
     while not wire.closed:
         for request in wire.receive(None):
-            wire.send(save(run, request, wire.fds.pop(0), options.run_id, options.encoding, options.threads))
+            wire.send(save(run, request, wire.fds.pop(0), options.run_id))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Keeps one saver process alive and feeds it the full slots, oldest first; a full disk pauses, never drops."""
+"""Keeps one saver process alive and feeds it the full slots, oldest first; a full disk pauses, never drops. What a dead rank
+left in memory is saved too."""
 
 import errno
 import os
@@ -12,6 +13,7 @@ from typing import BinaryIO
 from perdure.training import events
 from perdure.training.config import RunConfig
 from perdure.training.run_dir import RunDir
+from perdure.training.slots import Snapshot
 from perdure.training.wire import Message, Wire
 
 MAX_ATTEMPTS = 3
@@ -24,6 +26,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 class _Pending:
     slot: int
     step: int
+    full: bool
     attempts: int = 0
     not_before: float = 0.0
     running: bool = False
@@ -32,8 +35,19 @@ class _Pending:
 class Savers:
     """`submit` queues a full slot; `take_freed` gives slots whose snapshot is committed (or given up)."""
 
-    def __init__(self, run: RunDir, config: RunConfig, run_id: str, token: int, slots: list[int], log: BinaryIO) -> None:
+    def __init__(
+        self, run: RunDir, config: RunConfig, run_id: str, token: int, start: int, slots: list[int], log: BinaryIO
+    ) -> None:
+        self._newest = start
+        """Newest step that is committed or was given to the saver; at first the step this launch resumed from."""
         self._run, self._config, self._run_id, self._token, self._slots, self._log = run, config, run_id, token, slots, log
+        self._settings: Message = {
+            "token": token,
+            "encoding": config.checkpoint.encoding,
+            "threads": config.checkpoint.threads,
+            "keep_last": config.retention.keep_last,
+            "stored": bool(config.store_url),
+        }
         self._queue: list[_Pending] = []
         self._freed: list[int] = []
         self.committed_step = 0
@@ -45,14 +59,9 @@ class Savers:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "perdure.training.agent.saver", str(self._run.root), self._run_id]
-        command.append(self._config.checkpoint.encoding)
-        numbers = [theirs.fileno(), os.getpid(), self._config.checkpoint.threads]
+        command += [str(theirs.fileno()), str(os.getpid())]
         self.process = subprocess.Popen(
-            command + [str(number) for number in numbers],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
+            command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
         )
         theirs.close()
         self.wire = Wire(ours)
@@ -62,8 +71,18 @@ class Savers:
         return bool(self._queue)
 
     def submit(self, slot: int, step: int) -> None:
-        self._queue.append(_Pending(slot=slot, step=step))
+        self._newest = max(self._newest, step)
+        self._queue.append(_Pending(slot=slot, step=step, full=self._config.is_full_step(step)))
         self.work()
+
+    def salvage(self) -> None:
+        """After the rank's death: save the newest whole snapshot that is newer than all that was given to the saver. One torn
+        by the death is passed over; the other slot's is used."""
+        found = max(((_step_in(fd), slot) for slot, fd in enumerate(self._slots)), default=(0, 0))
+        if found[0] > self._newest:
+            text = f"the rank is gone; its newest snapshot in memory, of step {found[0]}, is saved"
+            events.record(self._run, "notice", text=text, token=self._token)
+            self.submit(found[1], found[0])
 
     def take_freed(self) -> list[int]:
         freed, self._freed = self._freed, []
@@ -75,7 +94,7 @@ class Savers:
         if head is None or head.running or time.monotonic() < head.not_before:
             return
         head.running, head.attempts = True, head.attempts + 1
-        self.wire.send({"step": head.step, "token": self._token}, (self._slots[head.slot],))
+        self.wire.send({"step": head.step, "full": head.full, **self._settings}, (self._slots[head.slot],))
 
     def on_messages(self) -> None:
         for message in self.wire.receive():
@@ -113,7 +132,7 @@ class Savers:
             head.not_before = time.monotonic() + DISK_FULL_RETRY_SECS
             if not self.disk_full:
                 self.disk_full = True
-                self._say_disk_full(head.step, path)
+                self._say_disk_full(head.step, path, problem)
             return
         head.not_before = time.monotonic() + RETRY_SECS
         events.record(
@@ -125,7 +144,7 @@ class Savers:
             if head.step % self._config.run.chunk == 0 or head.step >= self._config.run.steps:
                 self.lost = f"checkpoint of step {head.step} could not be written: {problem}"
 
-    def _say_disk_full(self, step: int, path: str) -> None:
+    def _say_disk_full(self, step: int, path: str, problem: str) -> None:
         usage = os.statvfs(self._run.root)
         free, inodes = usage.f_bavail * usage.f_frsize, usage.f_favail
         text = f"disk full: {path or self._run.root} has {free} bytes and {inodes} inodes free; step {step} waits"
@@ -137,6 +156,7 @@ class Savers:
             path=path,
             free_bytes=free,
             free_inodes=inodes,
+            error=problem,
             text=f"{text} in memory, training pauses when both slots are full, and goes on by itself when there is room",
         )
 
@@ -144,3 +164,12 @@ class Savers:
         self.process.kill()
         self.process.wait()
         self.wire.close()
+
+
+def _step_in(slot: int) -> int:
+    """Step of the whole snapshot in this memory; -1 when there is none."""
+    snapshot = Snapshot(slot)
+    try:
+        return snapshot.step if snapshot.whole else -1
+    finally:
+        snapshot.close()

@@ -14,12 +14,15 @@ class Deadlines:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._started = time.monotonic()
-        self._waited_until = self._started
+        self._waited_until = self._looked = self._started
         self._longest = 0.0
 
     def problem(self, rank: Rank, paused: bool) -> str:
         """What hangs, in words; empty while all is well. Time spent waiting for a lease, a slot or the disk does not count."""
         now = time.monotonic()
+        if paused:
+            self._started += now - self._looked
+        self._looked = now
         launch = self._config.launch
         if not rank.made_a_step and rank.phase != "leaving":
             late = now - self._started > launch.startup_timeout

@@ -28,8 +28,11 @@ class Link:
             if self._wire.closed:
                 raise ConnectionError("the agent is gone")
         self.slots = [SlotWriter(fd) for fd in self._wire.fds]
-        self._free = list(range(len(self.slots)))
+        self._with_saver: set[int] = set()
+        self._steps = [-1] * len(self.slots)
+        """Step of the snapshot in each slot."""
         self.leased = int(self.welcome["lease"])
+        self._has_room = False
         self.stop_reason = ""
         self.save_requested = False
         self._said = 0.0
@@ -58,32 +61,71 @@ class Link:
             if "lease" in message:
                 self.leased = max(self.leased, int(message["lease"]))
             if "freed" in message:
-                self._free.append(int(message["freed"]))
+                self._with_saver.discard(int(message["freed"]))
+            self._has_room |= bool(message.get("room"))
             self.save_requested |= bool(message.get("save"))
             self.stop_reason = self.stop_reason or str(message.get("stop", ""))
         if self._wire.closed:  # PDEATHSIG is on its way; do not train on meanwhile
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def must_wait(self, step: int) -> bool:
+        """Whether a step after `step` may not be trained yet."""
+        return step >= self.leased and not self.stop_reason
+
     def wait_for_lease(self, step: int) -> None:
         """Return when a step after `step` may be trained, or a stop is asked for."""
-        if step < self.leased or self.stop_reason:
+        if not self.must_wait(step):
             return
         self.say(phase="waiting for lease", step=step)
-        while step >= self.leased and not self.stop_reason:
+        while self.must_wait(step):
             self.poll(_WAIT_SECS)
+        self._go_on()
+
+    def wait_for_room(self, state_bytes: int) -> None:
+        """Say how large the state is; return when its checkpoints have room on the disk, or a stop is asked for."""
+        self._has_room = False
+        self.say(state_bytes=state_bytes)
+        while not self._has_room and not self.stop_reason:
+            self.poll(_WAIT_SECS)
+        self._last_step = 0.0
+
+    def _go_on(self) -> None:
         self.phase("training")
         self._last_step = 0.0
 
-    def take_slot(self) -> int:
-        """A free slot; waits (and says so) while all are still being written."""
+    def spare_slot(self) -> int | None:
+        """Of the slots that the saver does not need, the one with the older snapshot."""
         self.poll()
-        if not self._free:
-            self.phase("waiting for slot")
-            while not self._free:
-                self.poll(_WAIT_SECS)
-            self.phase("training")
-            self._last_step = 0.0
-        return self._free.pop(0)
+        return min((slot for slot in range(len(self.slots)) if slot not in self._with_saver), key=self._age, default=None)
+
+    def _age(self, slot: int) -> int:
+        return self._steps[slot]
+
+    def holds_newest(self, slot: int) -> bool:
+        """Whether the snapshot in `slot` is the newest: to overwrite it is to be without it until the new one is whole."""
+        return self._steps[slot] == max(self._steps)
+
+    def take_slot(self, step: int) -> int:
+        """As `spare_slot`; waits (and says so) while the saver needs them all."""
+        slot = self.spare_slot()
+        if slot is not None:
+            return slot
+        started = time.monotonic()
+        self.say(phase="waiting for slot", waiting_for_slot=step)
+        while slot is None:
+            self.poll(_WAIT_SECS)
+            slot = self.spare_slot()
+        self.say(waited=round(time.monotonic() - started, 3), waiting_for_slot=step)
+        self._go_on()
+        return slot
 
     def submit(self, slot: int, step: int) -> None:
+        """Have the saver write the snapshot in `slot`."""
+        self._steps[slot] = step
+        self._with_saver.add(slot)
         self.say(snapshot=slot, step=step)
+
+    def hold(self, slot: int, step: int) -> None:
+        """The snapshot in `slot` is whole; it is written only if this process dies before the next."""
+        self._steps[slot] = step
+        self.say(held=slot, step=step)

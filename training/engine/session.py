@@ -35,6 +35,7 @@ class Session:
         self._metrics = Metrics(run.metrics(int(link.welcome["token"])) if link and run else None)
         self._snapshots = Snapshots(link, run, self._metrics) if link and run else None
         self._schedule = (int(link.welcome["chunk"]), int(link.welcome["every"])) if link else (0, 0)
+        self._keep_every = int(link.welcome["snapshot_every"]) if link else 0
 
     @classmethod
     def by_hand(cls, run_toml: str | Path, *settings: str) -> "Session":
@@ -97,7 +98,11 @@ class Session:
             self._link.poll()
             if self._save_due(self._link):
                 self._snapshots.cut(self.step)
+            elif self._keep_every and self.step % self._keep_every == 0:
+                self._snapshots.keep(self.step)
             if self.step < self.total_steps:
+                if self._link.must_wait(self.step):
+                    self._snapshots.settle()  # its checkpoint may be what the lease waits for
                 self._link.wait_for_lease(self.step)
                 self._save_before_stop(self._link)
         return self._may_go_on()
@@ -109,6 +114,8 @@ class Session:
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Whatever happens inside cannot change the trajectory: all random number generators are put back after it."""
+        if self._snapshots is not None:
+            self._snapshots.settle()  # averaged weights may be put in the place of the model's
         if self._link:
             self._link.phase("evaluation")
         with preserving(self._generators):
@@ -127,7 +134,10 @@ class Session:
         if signals.received and self._link and not self._link.stop_reason:
             self._link.stop_reason = "SIGTERM"
             self._save_before_stop(self._link)
-        return self.step < self.total_steps and not self.stopped
+        going = self.step < self.total_steps and not self.stopped
+        if not going and self._snapshots is not None:
+            self._snapshots.settle()
+        return going
 
     def _save_due(self, link: Link) -> bool:
         chunk, every = self._schedule

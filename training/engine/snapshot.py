@@ -1,15 +1,19 @@
 """Cuts of the state: what is collected at a step boundary, staged into a slot and announced, and how it is loaded again."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from perdure.training.checkpoint.plain import unpack_plain
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.config import changed_settings
-from perdure.training.engine import environment, invariants
+from perdure.training.engine import audit, environment, invariants
 from perdure.training.engine.leaves import Leaf, LoadedLeaf, plain_leaf
 from perdure.training.engine.link import Link
 from perdure.training.engine.metrics import Metrics
+from perdure.training.engine.overlap import Overlap
 from perdure.training.engine.restore import restore
 from perdure.training.engine.rng import Generators, load_rng, rng_leaves
 from perdure.training.engine.stage import Stager
@@ -32,7 +36,9 @@ class Snapshots:
         self._generators: Generators = {}
         self._skipped = 0
         """Optimizer steps that a GradScaler left out, in earlier launches."""
-        self._prepared = False
+        self._size: tuple[int, ...] = ()
+        """Changes when the state may have grown."""
+        self._overlap: Overlap | None = None
         self._watch: invariants.StepWatch | None = None
         self._exact_reasons: list[str] = []
         self._environment: dict[str, Any] = {}  # Any: plain JSON values
@@ -57,6 +63,8 @@ class Snapshots:
         name = CheckpointName.parse(str(self._link.welcome["resume"]))
         step = self._load(name) if name else 0
         self._watch = invariants.StepWatch(tracked)
+        if self._link.welcome["lazy"]:
+            self._overlap = Overlap(tracked)
         self.last_step = step
         return step
 
@@ -90,25 +98,51 @@ class Snapshots:
     # steps
 
     def finished_step(self, step: int) -> None:
-        """After every optimizer step; before the first save, size and touch the slots."""
+        """After every optimizer step. Where the state has grown (Adam's moments appear at a parameter's first step), the slots
+        grow now, not in the next save, and the disk is asked for room."""
         assert self._watch is not None
         self._watch.finished_step(step)
-        if not self._prepared:
-            self._prepared = True
-            self._stager.prepare(self._leaves(step))
+        if self._size != (size := _size(self._tracked)):
+            self._size = size
+            self._link.wait_for_room(self._stager.prepare(self._leaves(step)))
 
     def cut(self, step: int) -> None:
-        """Stage a snapshot of this very moment and hand it to the agent. The step waits for one memory copy."""
+        """Stage a snapshot of this very moment and hand it to the agent, to be written. The step waits for one memory copy."""
+        self._check(step)
+        slot = self._link.take_slot(step)
+        self._stage(slot, step, lambda: self._link.submit(slot, step))
+        self.last_step = step
+
+    def keep(self, step: int) -> None:
+        """Stage a snapshot that stays in memory; none where the saver needs every slot."""
+        self._check(step)
+        slot = self._link.spare_slot()
+        if slot is not None:
+            self._stage(slot, step, lambda: self._link.hold(slot, step))
+
+    def settle(self) -> None:
+        """Wait for a copy that runs beside the training."""
+        if self._overlap is not None:
+            self._overlap.settle()
+
+    def _check(self, step: int) -> None:
         assert self._watch is not None
+        self.settle()
         self._metrics.flush()
         if not self._metrics.finite:
             raise NonFinite(f"the loss is not finite at step {step}: nothing is saved, the newest checkpoint stays good")
         self._watch.check_before_save(step)
-        slot = self._link.take_slot()
+
+    def _stage(self, slot: int, step: int, announce: Callable[[], None]) -> None:
         leaves = self._leaves(step)
-        self._stager.copy(slot, leaves, self._about(step))
-        self._link.submit(slot, step)
-        self.last_step = step
+        digest = audit.state_digest(leaves) if self._link.welcome["audit"] else ""
+        staging = self._stager.begin(slot, leaves, self._about(step), digest)
+        if self._overlap is not None and not self._link.holds_newest(slot):  # else no step may pass without a snapshot
+            self._overlap.start(staging, announce)
+            return
+        staging.copy().wait()
+        staging.finish()
+        announce()
 
     def _leaves(self, step: int) -> list[Leaf]:
         skipped = self._skipped + (self._watch.skipped if self._watch else 0)
@@ -127,6 +161,11 @@ class Snapshots:
             exact=not self._exact_reasons,
             exact_reasons=tuple(self._exact_reasons),
         )
+
+
+def _size(tracked: Tracked) -> tuple[int, ...]:
+    """Parameters that each optimizer has state for: cheap to ask after every step."""
+    return tuple(len(obj.state) for obj in tracked.values() if isinstance(obj, torch.optim.Optimizer)) or (1,)
 
 
 def _reading(reader: CheckpointReader) -> Any:  # Any: engine.leaves.Read, a function of one path

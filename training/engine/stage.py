@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from perdure.training import files
 from perdure.training.engine import device, host_memory
 from perdure.training.engine.leaves import Leaf
 from perdure.training.slots import About, Entry, Header, SlotWriter, encode_entries, slot_bytes
@@ -52,6 +53,7 @@ class Staging:
 
     def copy(self, chosen: Collection[int] | None = None) -> device.Copies:
         """Copy these tensors (all by default); on a device it only begins, until `wait` of what is returned."""
+        files.fail_point("copy", self.paths[0] if self.paths else "")
         if chosen is None:
             return device.copy(self.targets, self.values)
         return device.copy([self.targets[index] for index in chosen], [self.values[index] for index in chosen])

@@ -1,7 +1,11 @@
 """TINY of the case files: dropout, AdamW, a scheduler, a shuffled data set, one trace line per step."""
 
+import ctypes
 import json
+import os
 import random
+import resource
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -27,7 +31,7 @@ class Items(Dataset[Item]):
 
 
 def train(session: Session) -> None:
-    params = session.params
+    params = {**session.params, **trial()}
     phase_sleep(params, "setup")
     if "child" in params:  # a helper of the user's own that nobody waits for
         Path(params["child"]).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
@@ -44,11 +48,18 @@ def train(session: Session) -> None:
 
     def one_step(step: int) -> None:
         indices, x = next(batches)
+        if params.get("poke_at") == step:
+            with torch.no_grad():
+                model[0].weight.add_(0.0)
+        if params.get("nan_at") == step:
+            x = x * float("nan")
         if params.get("slow_batch_at") == step:
             phase_sleep(params, "batch")
         loss = model(x).square().mean() + 0.01 * random.random()
         optimizer.zero_grad()
         loss.backward()
+        if params.get("die_before") == step:
+            die(params["die_how"])
         optimizer.step()
         scheduler.step()
         session.log(loss=loss, tokens=len(indices))
@@ -60,6 +71,10 @@ def train(session: Session) -> None:
                 torch.rand(7)
                 random.random()
                 phase_sleep(params, "evaluation")
+        if "memory" in params:
+            Path(params["memory"]).write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10))
+        if params.get("die_at") == step:
+            die(params["die_how"])
         if params.get("fail_at") == step and not Path("failed-once").exists():
             Path("failed-once").touch()
             raise OSError("the network went away (made up by the test)")
@@ -78,6 +93,25 @@ def train(session: Session) -> None:
         for step in session.steps():
             one_step(step)
     phase_sleep(params, "after")
+
+
+def trial() -> dict[str, object]:
+    """What a test has done to one launch only is no setting of the run: it comes as launch.env.TINY_name."""
+    texts = {name[5:]: value for name, value in os.environ.items() if name.startswith("TINY_")}
+    return {name: json.loads(text) if text[:1].isdigit() else text for name, text in texts.items()}
+
+
+def die(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "abort":
+        os.abort()
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "memory":
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
+        bytearray(8 << 30)
+    raise ValueError("an exception in the training code (made up by the test)")
 
 
 def phase_sleep(params: dict, phase: str) -> None:
