@@ -14,12 +14,14 @@ from snapshots import Source, item_bytes, random_bytes, small_source, write
 
 from perdure.training.checkpoint import codec, manifest, pack, plain
 from perdure.training.checkpoint.codec import ITEM_SIZES
+from perdure.training.checkpoint.derive import cast
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.lineage import LaunchEnd, LaunchRecord
-from perdure.training.checkpoint.manifest import FileRecord, Manifest
-from perdure.training.checkpoint.pack import BLOB_BYTES, Blob, IndexEntry
+from perdure.training.checkpoint.manifest import Base, FileRecord, Manifest
+from perdure.training.checkpoint.pack import BLOB_BYTES, DERIVED, REFERENCE, Blob, Derived, IndexEntry
+from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.run_info import RunInfo
-from perdure.training.run_dir import RunDir
+from perdure.training.run_dir import CheckpointName, RunDir
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -51,11 +53,57 @@ def test_a_reader_written_from_the_page_reads_every_leaf_and_agrees_on_the_state
     assert mini_reader.unpack_plain(values) == plain.unpack_plain(values)
 
 
+def changed(source: Source) -> Source:
+    """A few bits of every leaf, of every leaf but some."""
+    later = Source(4)
+    for number, entry in enumerate(source.entries):
+        raw = bytearray(source.bytes[entry.path])
+        if number % 3 and raw:
+            raw[len(raw) // 2] ^= 1
+        if entry.kind == "plain":
+            raw = bytearray(source.bytes[entry.path])
+        later.tensor(entry.path, entry.dtype, entry.shape, bytes(raw), kind=entry.kind)
+    return later
+
+
+def test_that_reader_reads_increments_differences_casts_and_twins(run: RunDir) -> None:
+    first, second = everything()
+    odd = [math.nan, -math.inf, 1e-40, 65_519.9, 65_520, 3.4e38, -0.0]
+    master = np.concatenate([np.random.default_rng(3).normal(0, 0.02, 5000), odd]).astype(np.float32)
+    for source in (first, second):
+        source.array("master", master).array("twin", master)
+        for dtype in ("bfloat16", "float16"):
+            source.tensor(f"cast/{dtype}", dtype, (5007,), bytes(cast(memoryview(master.tobytes()), dtype)))
+    later = changed(first)
+    for path in ("master", "twin", "cast/bfloat16", "cast/float16"):
+        later.bytes[path] = first.bytes[path]
+    full = write(run, first, second)
+    found = write(run, later, second, name=CheckpointName(4, 1), base=full.name)
+    assert found.base is not None
+    with open_checkpoint(run.checkpoint(found.name)) as reader:
+        kinds = {blob.layout[0] for entry in reader.entries.values() for blob in entry.blobs}
+        assert {codec.DELTA, REFERENCE, DERIVED} < kinds
+    ranks = mini_reader.read(run.checkpoint(found.name))
+    for leaves, source in zip(ranks, (later, second), strict=True):
+        assert {leaf[0]: leaf[-1] for leaf in leaves} == source.bytes
+    assert mini_reader.state_digest([leaf for leaves in ranks for leaf in leaves]) == found.state_digest
+
+
+def test_that_reader_reads_version_1() -> None:
+    folder = Path(__file__).with_name("version-1") / "000000000002-0001"
+    ranks = mini_reader.read(folder)
+    with open_checkpoint(folder) as reader:
+        for rank, leaves in enumerate(ranks):
+            assert {leaf[0]: leaf[-1] for leaf in leaves} == {
+                path: bytes(reader.read(path, rank)) for path in reader.rank_entries(rank)
+            }
+
+
 def test_that_reader_knows_nothing_of_perdure() -> None:
     tree = ast.parse(Path(mini_reader.__file__).read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert names == {"json", "pathlib", "typing", "blake3", "msgspec", "xxhash", "zstandard"}
+    assert names == {"json", "pathlib", "struct", "typing", "blake3", "msgspec", "xxhash", "zstandard"}
 
 
 def section(title: str) -> str:
@@ -69,6 +117,8 @@ def section(title: str) -> str:
         (FileRecord, "manifest.json"),
         (IndexEntry, "rank-NNNNN.index"),
         (Blob, "rank-NNNNN.index"),
+        (Derived, "rank-NNNNN.index"),
+        (Base, "manifest.json"),
         (RunInfo, "run.json"),
         (LaunchRecord, "Launch records"),
         (LaunchEnd, "Launch records"),
@@ -101,10 +151,9 @@ def test_the_page_names_every_type_with_its_sizes() -> None:
         first, elements, words, transform = [cell.strip() for cell in row.strip("|").split("|")]
         place = next(number for number, names in enumerate(first.split(" / ")) if f"`{dtype}`" in names)
         assert int(elements.split(" / ")[place % len(elements.split(" / "))]) == size
-        assert codec._width_and_transform(dtype, math.lcm(512, size)) == (
-            int(words.split(" / ")[place % len(words.split(" / "))]),
-            int(transform),
-        )
+        assert codec._word(dtype) == int(words.split(" / ")[place % len(words.split(" / "))])
+        noise = random_bytes(dtype, math.lcm(512, size))
+        assert codec.encode_blob(memoryview(noise), dtype, "auto").layout[0] == int(transform)
 
 
 def test_the_page_states_the_bounds() -> None:
