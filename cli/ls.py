@@ -28,8 +28,9 @@ def describe(listed: Listed) -> dict[str, Any]:  # Any: JSON values
 def run(args: argparse.Namespace) -> int:
     target = resolve(args.target, args.set)
     info = target.started()
-    listed = catalog.list_checkpoints(target.run)
-    leftovers = [str(path.relative_to(target.run.root)) for path in catalog.leftovers(target.run)]
+    found = catalog.read_catalog(target.run)
+    listed = found.listed
+    leftovers = [str(path.relative_to(target.run.root)) for path in found.leftovers]
     if args.json:
         head = {"id": info.id, "name": info.name, "dir": str(target.run.root), "steps": target.steps}
         render.print_json({"run": head, "checkpoints": [describe(one) for one in listed], "leftovers": leftovers})

@@ -39,7 +39,7 @@ class Catalog:
 
 def read_catalog(run: RunDir) -> Catalog:
     """All that is known of a run's checkpoints, from one look at each folder and file."""
-    found = {path: _sizes(path) for path in _children(run.checkpoints)}
+    found = {path: sizes_in(path) for path in _children(run.checkpoints)}
     launches = read_launches(run)
     names = {name: path for path, sizes in found.items() if MANIFEST in sizes and (name := CheckpointName.parse(path.name))}
     ours = set(follow(launches, list(names)))
@@ -91,7 +91,7 @@ def _strays(sizes: Mapping[str, int], found: Manifest | None) -> list[str]:
     ]
 
 
-def _sizes(folder: Path) -> dict[str, int]:
+def sizes_in(folder: Path) -> dict[str, int]:
     """Bytes of each file in a folder; nothing when it is none, or is being removed while we look."""
     sizes = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as children:
