@@ -39,6 +39,8 @@ class BaseReader(Protocol):
 class Leaf:
     """A leaf on its way into the pack, and what its blobs have taught about it."""
 
+    __slots__ = ("base", "blobs", "data", "deltas", "derived", "entry", "own_share")
+
     def __init__(self, entry: Entry, data: memoryview, derived: Derived | None, base: IndexEntry | None) -> None:
         if len(data) != entry.nbytes:
             raise CheckpointDamaged(f"snapshot has {len(data)} bytes of {entry.path}, not {entry.nbytes}", part=entry.path)
@@ -103,9 +105,7 @@ class Encoder:
         return Stored(digest, _xxh(blob.parts), blob.layout, blob.parts, blob.stored)
 
     def _own(self, job: Job) -> EncodedBlob:
-        blob = encode_blob(job.raw, job.leaf.entry.dtype, self._encoding)
-        job.leaf.own_share = blob.stored / len(job.raw)
-        return blob
+        return encode_blob(job.raw, job.leaf.entry.dtype, self._encoding)
 
     def _changed(self, job: Job) -> EncodedBlob:
         """A delta against the base's blob, where that is clearly smaller."""
@@ -117,6 +117,7 @@ class Encoder:
         if delta.stored <= _CLEARLY * expected:
             return delta
         own = self._own(job)
+        job.leaf.own_share = own.stored / len(job.raw)
         job.leaf.deltas = delta.stored <= _CLEARLY * own.stored
         return delta if job.leaf.deltas else own
 

@@ -12,6 +12,7 @@ import zstandard
 from perdure.training.checkpoint.codec import DELTA, ITEM_SIZES, Layout, Plane, decompress
 from perdure.training.errors import CheckpointDamaged
 
+# gc=False below: there are hundreds of thousands of these, none in a circle, and looking for one took a third of the time
 BLOB_BYTES = 8 << 20
 """Raw bytes of one blob; the last of a leaf is shorter."""
 MAX_INDEX = 128 << 20
@@ -48,7 +49,7 @@ class Blob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Transform and planes (codec.Layout), or one of NOT_STORED."""
 
 
-class Derived(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Derived(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """How a leaf that is not stored is made: `same` (the bytes of `source`), `cast` (its float32 rounded to this type)."""
 
     how: str
@@ -67,7 +68,7 @@ class _Entry1(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     blobs: tuple[Blob, ...]
 
 
-class IndexEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class IndexEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One leaf: a tensor in C order, little-endian, or plain data (dtype `plain`)."""
 
     path: str
@@ -184,8 +185,12 @@ def _fits(entry: IndexEntry, blob: Blob, increment: bool) -> bool:
         return False
     if transform in NOT_STORED:
         return blob.stored == 0 and not planes and blob.xxh == NOTHING
-    lengths = [length for _, length in planes]
-    return min(lengths, default=0) >= 1 and sum(lengths) == blob.stored <= blob.raw + _STORED_SLACK
+    total = 0
+    for _, length in planes:
+        if length < 1:
+            return False
+        total += length
+    return 1 <= total == blob.stored <= blob.raw + _STORED_SLACK
 
 
 def _check_derived(entry: IndexEntry, derived: Derived, source: IndexEntry | None) -> None:
