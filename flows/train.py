@@ -17,6 +17,7 @@ from perdure.flows import hooks
 from perdure.flows.restart import attempts_of, decide
 from perdure.flows.start import Start, next_token, open_run
 from perdure.tasks.notify import notify
+from perdure.tasks.pulse import LAUNCHED, pulse
 from perdure.tasks.push import push, store_of
 from perdure.tasks.train_chunk import LaunchEnded, train_chunk
 from perdure.tasks.verify import verify
@@ -75,6 +76,7 @@ class _Drive:
         kind = "recovered" if start.step and record.token > self.since else "launch_started"
         events.record(self.run, kind, token=record.token, step=start.step, resumed_from=record.resumed_from)
         self.log.info("Launch %d started from step %d.", record.token, start.step)
+        pulse(LAUNCHED, start.step)
         self.tell()
         grace = self.config.launch.stop_grace + END_MARGIN_SECS
         deadline = time.monotonic() + grace

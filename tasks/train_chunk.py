@@ -9,6 +9,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from perdure.tasks.pulse import CHUNK, pulse
 from perdure.training import events
 from perdure.training.agent.launch import Trainer
 from perdure.training.errors import PerdureError, Stopped
@@ -37,6 +38,7 @@ def train_chunk(trainer: Trainer, start: int, end: int) -> dict[str, Any]:  # An
     seconds = figures.pop("seconds", time.monotonic() - began)
     result = {"start": start, "end": end, "token": trainer.token, "seconds": round(seconds, 3), "loss": figures.get("loss")}
     events.record(trainer.run, "chunk_finished", **result)
+    pulse(CHUNK, end)
     return result
 
 

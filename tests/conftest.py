@@ -1,7 +1,9 @@
-"""What every test may ask for: a real S3 server (SeaweedFS), one per session, with throw-away keys, stopped at the end."""
+"""What every test may ask for: a real S3 server (SeaweedFS) with throw-away keys and a real Prefect server, one each per
+session, stopped at the end."""
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
 import signal
@@ -19,6 +21,7 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from perdure.deployments import server
 from perdure.training.storage.s3 import S3Store
 from perdure.training.storage.store import StoreSettings
 
@@ -201,3 +204,18 @@ def open_s3(s3_keys: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     yield open_one
     for store in opened:
         store.client.close()
+
+
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of the API; also in PREFECT_API_URL, with the client settings a run gives its flow."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings  # here: most tests do not want its seconds
+
+    home = server.ServerHome(tmp_path_factory.mktemp("prefect") / "home")
+    with server.acquire(home) as local:
+        before = dict(os.environ)
+        os.environ.update(server.client_environment(local.url, home))
+        with temporary_settings({PREFECT_API_URL: local.url}):  # this process has read its settings already
+            yield local.url
+        os.environ.clear()
+        os.environ.update(before)

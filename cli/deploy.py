@@ -1,0 +1,84 @@
+"""`perdure deploy RUN.toml...`: register runs with the Prefect server that PREFECT_API_URL (or a profile) names."""
+
+import argparse
+import json
+from typing import Any
+
+from perdure.cli import render
+from perdure.deployments import api
+from perdure.deployments.table import DEFAULT_POOL
+from perdure.tasks.redact import redact
+from perdure.training.config import load_config
+from perdure.training.errors import ConfigError
+
+_LONGEST_SHOWN = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("configs", nargs="+", metavar="RUN.TOML", help="describes a run; its run.name names the deployments")
+    parser.add_argument(
+        "--work-pool", default=DEFAULT_POOL, metavar="NAME", help="made as a process pool if missing; default: %(default)s"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting in all of them")
+    parser.add_argument(
+        "--stall-after", type=float, default=6.0, metavar="HOURS", help="alarm when no chunk ends for so long; default: 6"
+    )
+    parser.add_argument(
+        "--notify-block", default="", metavar="TYPE/NAME", help="Prefect block told of a stall, e.g. slack-webhook/ops"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show the difference, change nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    runs = [load_config(path, args.set) for path in args.configs]
+    if not args.work_pool.strip():
+        raise ConfigError("--work-pool is empty", f"leave it out for {DEFAULT_POOL}")
+    if not 10 <= args.stall_after * 3600 <= 366 * 86400:
+        raise ConfigError(f"--stall-after {args.stall_after} is out of range", "use 10 seconds (0.003) to a year, in hours")
+    api.be_quiet()
+    from perdure.deployments.deploy import Settings, deploy
+
+    settings = Settings(pool=args.work_pool, stall_secs=args.stall_after * 3600, notify_block=args.notify_block)
+    items = []
+    with api.connected() as client:
+        for item in deploy(client, runs, settings, overrides=args.set, dry_run=args.dry_run):
+            items.append(item)
+            if not args.json:
+                _show(item)
+    _finish(args, items)
+    return 0
+
+
+def _show(item: Any) -> None:  # Any: deploy.Item, whose module is imported late
+    print(render.visible(f"{item.kind} {item.name}: {item.action}"))
+    for change in item.changes:
+        print(render.visible(redact(f"    {change.field}: {_short(change.old)} -> {_short(change.new)}")))
+
+
+def _short(value: Any) -> str:  # Any: JSON values
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def _finish(args: argparse.Namespace, items: list[Any]) -> None:  # Any: as in _show
+    counts = {word: sum(item.action == word for item in items) for word in ("created", "changed", "unchanged")}
+    if args.json:
+        shown = [
+            {
+                "kind": item.kind,
+                "name": item.name,
+                "action": item.action,
+                "changes": [{"field": one.field, "old": one.old, "new": one.new} for one in item.changes],
+            }
+            for item in items
+        ]
+        text = redact(json.dumps({"api": api.api_url(), "dry_run": args.dry_run, **counts, "items": shown}))
+        print(text)
+        return
+    if not counts["created"] and not counts["changed"]:
+        print(f"nothing to do: {api.api_url()} has all of it already")
+        return
+    would = "would be " if args.dry_run else ""
+    print(f"{counts['created']} {would}created, {counts['changed']} {would}changed, {counts['unchanged']} unchanged")
+    if not args.dry_run:
+        print(f"start a worker where it is to train: prefect worker start --pool {args.work_pool}")
