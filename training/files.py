@@ -204,6 +204,14 @@ def append(path: Path, data: bytes, *, durable: bool = False) -> None:
         os.close(fd)
 
 
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name (fine when it has it), durably."""
+    fail_point("link", target)
+    with contextlib.suppress(FileExistsError):
+        os.link(source, target)
+    fsync_dir(target.parent)
+
+
 def remove(path: Path) -> None:
     """Remove a file (fine when it is gone) and make that durable."""
     fail_point("unlink", path)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 _CHECKPOINT = re.compile(r"([0-9]{12})-([0-9]{4}|[1-9][0-9]{4,})")
 MANIFEST = "manifest.json"
+REPLACED_MANIFEST = "manifest.increment.json"
+"""The manifest that a roll-up replaced, while somebody may still read by it."""
 
 
 @dataclass(frozen=True, order=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from perdure.training import files
 from perdure.training.checkpoint import prune
+from perdure.training.checkpoint.lineage import lineage
+from perdure.training.checkpoint.rollup import roll_up
 from perdure.training.checkpoint.upkeep import upkeep
 from perdure.training.run_dir import RunDir
 
@@ -18,6 +20,9 @@ def act(order: dict[str, str | int]) -> None:
     files.plan_failure(str(order["plan"]))
     files.set_role("prune")
     with upkeep(run):
+        if order["act"] == "rollup":
+            roll_up(run, lineage(run)[0])
+            return
         found = prune.survey(run, int(order["keep_last"]), stored=False, is_idle=lambda: True)
         prune.execute(run, found)
 

@@ -12,9 +12,9 @@ from perdure.training.checkpoint import facts, manifest
 from perdure.training.checkpoint.lineage import follow, lineage, read_launches
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
-from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
+from perdure.training.run_dir import MANIFEST, REPLACED_MANIFEST, CheckpointName, RunDir
 
-_OF_A_RANK = re.compile(r"rank-[0-9]{5,}(\.full)?\.(pack|index)")
+_OF_A_RANK = re.compile(r"rank-[0-9]{5,}(\.full)?\.(pack|index)|" + re.escape(REPLACED_MANIFEST))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def read_catalog(run: RunDir) -> Catalog:
     listed = {name: _describe(run, name, name in ours, found[path]) for name, path in sorted(names.items())}
     left = [path for path in found if CheckpointName.parse(path.name) not in ours]
     for name in ours:
-        left += [names[name] / file for file in _strays(found[names[name]], listed[name].manifest)]
+        left += [names[name] / file for file in strays(found[names[name]], listed[name].manifest)]
     left += [path for path in _children(run.launches) if files.is_temporary(path.name)]
     return Catalog(tuple(listed.values()), tuple(sorted(left)))
 
@@ -75,7 +75,7 @@ def _describe(run: RunDir, name: CheckpointName, in_lineage: bool, sizes: Mappin
         manifest=found,
         problem=problem,
         bytes_on_disk=sum(sizes.values()),
-        base=base_of(found) if found else None,
+        base=found.base_name if found else None,
     )
 
 
@@ -83,7 +83,7 @@ def _has_facts(run: RunDir, name: CheckpointName, sizes: Mapping[str, int]) -> b
     return any(run.fact(name, copy).name in sizes for copy in ("local", "store"))
 
 
-def _strays(sizes: Mapping[str, int], found: Manifest | None) -> list[str]:
+def strays(sizes: Mapping[str, int], found: Manifest | None) -> list[str]:
     """Temporary files, and what a roll-up has not removed yet; under a manifest nobody can read nothing is one."""
     named = {record.name for record in found.files} if found else set(sizes)
     return [
@@ -107,11 +107,6 @@ def _children(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def base_of(found: Manifest) -> CheckpointName | None:
-    """The full that an increment needs; None for a full."""
-    return CheckpointName.parse(str(getattr(found.base, "name", found.base))) if found.base else None
 
 
 def manifest_of(run: RunDir, name: CheckpointName) -> Manifest:

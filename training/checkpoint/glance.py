@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from perdure.training.checkpoint import manifest as manifests
-from perdure.training.checkpoint.catalog import base_of, sizes_in
+from perdure.training.checkpoint.catalog import sizes_in
 from perdure.training.checkpoint.hold import hold
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.verify import Damage
@@ -68,7 +68,7 @@ def _look(folder: Path, found: Manifest | None, run_id: str, find: _Find) -> lis
 
 
 def _look_at_base(folder: Path, found: Manifest, find: _Find) -> list[Damage]:
-    name = base_of(found)
+    name = found.base_name
     if found.base is None or name is None:
         return []
     base = find(name)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from perdure.training import events, files
 from perdure.training.checkpoint import facts
-from perdure.training.checkpoint.catalog import Catalog, base_of, manifest_of, read_catalog
+from perdure.training.checkpoint.catalog import Catalog, manifest_of, read_catalog
 from perdure.training.checkpoint.hold import try_hold_alone
 from perdure.training.checkpoint.lineage import read_launches
 from perdure.training.checkpoint.retention import VERIFIED, Plan, Verdict, plan
+from perdure.training.checkpoint.tidy import nobody_reads_replaced, tidy
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 
@@ -152,7 +153,7 @@ class _Prune:
         and whatever was committed against it before is found now."""
         folder = self._run.checkpoint(name)
         with try_hold_alone(folder) as alone:
-            if not alone:
+            if not alone or not nobody_reads_replaced(folder):
                 return "being read or written against" if (folder / MANIFEST).exists() else "gone already"
             if self._plan.anchor is not None and facts.trust(self._run, self._plan.anchor) not in VERIFIED:
                 return f"{self._plan.anchor} is no longer known to be good: plan anew"
@@ -168,7 +169,7 @@ class _Prune:
             parsed = None if name in self._known else CheckpointName.parse(name)
             if parsed is not None:
                 with contextlib.suppress(CheckpointNotFound, CheckpointDamaged):
-                    self._known[name] = base_of(manifest_of(self._run, parsed))
+                    self._known[name] = manifest_of(self._run, parsed).base_name
         names = sorted(name for name, needed in self._known.items() if needed == base)
         return [name for name in names if (self._run.checkpoints / name / MANIFEST).exists()]
 
@@ -180,7 +181,12 @@ class _Prune:
 
 
 def _sweep(run: RunDir, path: Path) -> bool:
-    """False when it became a checkpoint meanwhile."""
+    """False when it became a checkpoint meanwhile, or is still read."""
+    name = CheckpointName.parse(path.parent.name)
+    if name is not None and not files.is_temporary(path.name):
+        with contextlib.suppress(CheckpointNotFound, CheckpointDamaged):
+            return tidy(run, name)
+        return False
     if path.parent == run.checkpoints and path.is_dir() and not path.is_symlink():
         return _remove_folder(path)
     files.remove(path)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from perdure.training.checkpoint import prune
-from perdure.training.checkpoint.catalog import base_of, manifest_of
+from perdure.training.checkpoint.catalog import manifest_of
 from perdure.training.checkpoint.lineage import committed
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.upkeep import try_upkeep
@@ -70,7 +70,7 @@ def _newest(run: RunDir, increment: bool) -> Manifest | None:
             found = manifest_of(run, name)
         except (CheckpointNotFound, CheckpointDamaged):
             continue
-        if (base_of(found) is not None) == increment:
+        if (found.base_name is not None) == increment:
             return found
     return None
 
