@@ -117,8 +117,9 @@ class CheckpointReader:
                 raise CheckpointDamaged(f"{self.where}: {record.name} has {record.bytes} bytes, too many", part="index")
             data = self.source.read(record.name, 0, record.bytes)
             base = self.base_entries(rank) if self.base is not None else None
+            found = read_index(self.manifest, rank, data, self.where, base)
             self._record(rank, "pack")
-            self._ranks[rank] = read_index(self.manifest, rank, data, self.where, base)
+            self._ranks[rank] = found
         return self._ranks[rank]
 
     def base_entries(self, rank: int) -> Mapping[str, IndexEntry]:
