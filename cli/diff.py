@@ -3,15 +3,17 @@
 import argparse
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perdure.cli import render
 from perdure.cli.target import resolve
 from perdure.training.checkpoint import catalog, lineage
-from perdure.training.checkpoint.diff import LeafDiff, diff
-from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.errors import CheckpointNotFound, ConfigError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
+
+if TYPE_CHECKING:
+    from perdure.training.checkpoint.diff import LeafDiff
+    from perdure.training.checkpoint.reader import CheckpointReader
 
 DIFFERENT = 1
 """As diff(1): 0 is equal, 1 is different."""
@@ -29,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from perdure.training.checkpoint.reader import open_checkpoint
+
     place_a, place_b = _places(args.a, args.b)
     with open_checkpoint(place_a) as a, open_checkpoint(place_b) as b:
         found = _compare(a, b, args)
@@ -40,8 +44,10 @@ def run(args: argparse.Namespace) -> int:
     return DIFFERENT if found else 0
 
 
-def _compare(a: CheckpointReader, b: CheckpointReader, args: argparse.Namespace) -> list[LeafDiff]:
+def _compare(a: "CheckpointReader", b: "CheckpointReader", args: argparse.Namespace) -> "list[LeafDiff]":
     """Most changed first. Equal state digests are equal states: nothing more is read."""
+    from perdure.training.checkpoint.diff import diff
+
     if a.manifest.state_digest == b.manifest.state_digest:
         return []
     with render.Progress("diff", 0, quiet=args.json) as progress:
@@ -93,7 +99,7 @@ def _wanted(run: RunDir, wanted: str) -> CheckpointName:
 # how it looks
 
 
-def _head(place: Path, reader: CheckpointReader) -> dict[str, Any]:  # Any: JSON values
+def _head(place: Path, reader: "CheckpointReader") -> dict[str, Any]:  # Any: JSON values
     found = reader.manifest
     return {
         "path": str(place),
@@ -108,7 +114,7 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)  # JSON has no infinity
 
 
-def _json(one: LeafDiff) -> dict[str, Any]:  # Any: JSON values
+def _json(one: "LeafDiff") -> dict[str, Any]:  # Any: JSON values
     told: dict[str, Any] = {"path": one.path, "rank": one.rank, "what": one.what, "old": one.old, "new": one.new}
     if one.what == "changed":
         told |= {
@@ -120,7 +126,7 @@ def _json(one: LeafDiff) -> dict[str, Any]:  # Any: JSON values
     return told
 
 
-def _print(found: list[LeafDiff], heads: list[dict[str, Any]], args: argparse.Namespace) -> None:  # Any: JSON values
+def _print(found: "list[LeafDiff]", heads: list[dict[str, Any]], args: argparse.Namespace) -> None:  # Any: JSON values
     names = [f"step {head['step']} of {head['run']}" for head in heads]
     if not found:
         same = "" if args.only is None else f" in what matches {args.only}"
@@ -135,7 +141,7 @@ def _print(found: list[LeafDiff], heads: list[dict[str, Any]], args: argparse.Na
     print(f"{len(found)} leaves differ between {names[0]} and {names[1]}")
 
 
-def _row(one: LeafDiff) -> tuple[object, ...]:
+def _row(one: "LeafDiff") -> tuple[object, ...]:
     name = one.path if not one.rank else f"{one.path} (rank {one.rank})"
     kinds = one.old or one.new
     if one.what == "retyped":
@@ -146,7 +152,7 @@ def _row(one: LeafDiff) -> tuple[object, ...]:
     return (name, one.what, kinds, f"{one.share:.2%}", f"{one.max_abs:.3g}", f"{one.rms:.3g}", note)
 
 
-def _print_values(one: LeafDiff, limit: int | None) -> None:
+def _print_values(one: "LeafDiff", limit: int | None) -> None:
     for value in one.values[:limit]:
         key = f"{one.path}: {value.key}" if value.key else one.path
         old, new = ("(absent)" if text is None else text for text in (value.old, value.new))

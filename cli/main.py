@@ -39,6 +39,7 @@ VERBS = {
     "diff": Verb("say which tensors of two checkpoints differ, how much", "perdure diff runs/gpt@100 @200 --only 'model.*'"),
     "push": Verb("copy what the store lacks, and read it back", "perdure push runs/gpt"),
     "pull": Verb("bring a run back from its store", "perdure pull s3://bucket/gpt runs/gpt"),
+    "rollup": Verb("make a full of an increment, so that its base can go", "perdure rollup runs/gpt --step 200"),
     "prune": Verb("delete what retention lets go, and what crashes left", "perdure prune runs/gpt --keep-last 3 --dry-run"),
     "deploy": Verb("register runs with a Prefect server", "perdure deploy gpt/run.toml --work-pool gpus --dry-run"),
     "stop": Verb("ask a running run to save and stop", "perdure stop runs/gpt"),

@@ -21,6 +21,7 @@ _LINES = {
     "verified": "verified {name}",
     "quarantined": "QUARANTINED {name}: {reason}",
     "pushed": "pushed {name} to {url}",
+    "rolled_up": "rolled up checkpoint {name} into a full",
     "pruned": "deleted checkpoint {name}: {reason}",
     "push_failed": "could not push step {step}: {error}",
     "failed": "FAILED at step {step} ({error_class}): {detail}; {next}",

@@ -1,70 +1,26 @@
 """Prune does what its plan says, to the byte; spares what is in use; and killed anywhere, the next one finishes its work."""
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from snapshots import RUN_ID, small_source, write
+from upkeep_runs import launch, left, name, needed, prune_all, save, used
 
 from perdure.training import events, files
-from perdure.training.checkpoint import catalog, facts, prune
+from perdure.training.checkpoint import facts, prune
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.hold import hold
-from perdure.training.checkpoint.lineage import LaunchRecord, committed, create_launch
+from perdure.training.checkpoint.lineage import committed
 from perdure.training.checkpoint.prune import Done
 from perdure.training.checkpoint.upkeep import try_upkeep, upkeep
-from perdure.training.checkpoint.verify import check, verify_folder
+from perdure.training.checkpoint.verify import verify_folder
 from perdure.training.errors import RunBusy
-from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.run_dir import RunDir
 
 Order = Callable[..., int]
-
-
-def name(step: int, token: int = 1) -> CheckpointName:
-    return CheckpointName(step, token)
-
-
-def launch(run: RunDir, token: int, resumed_from: CheckpointName | None = None) -> None:
-    source = None if resumed_from is None else str(resumed_from)
-    record = LaunchRecord(token=token, resumed_from=source, created=time.time(), host="h", pid=1, run=RUN_ID, owner=f"o{token}")
-    assert create_launch(run, record)
-
-
-def save(run: RunDir, step: int, token: int = 1, *, proven: bool = True) -> CheckpointName:
-    write(run, small_source(step, step), name=name(step, token))
-    if proven:
-        assert check(run, name(step, token)).result == "good"
-    return name(step, token)
-
-
-def used(run: RunDir) -> int:
-    return sum(path.lstat().st_size for path in run.checkpoints.rglob("*") if path.is_file())
-
-
-def needed(run: RunDir) -> int:
-    """Bytes of what the committed manifests name, of the manifests and of the facts."""
-    total = 0
-    for listed in catalog.list_checkpoints(run):
-        assert listed.manifest is not None
-        folder = run.checkpoint(listed.name)
-        beside = [run.manifest(listed.name), *folder.glob("check-*.json")]
-        total += sum(record.bytes for record in listed.manifest.files) + sum(path.stat().st_size for path in beside)
-    return total
-
-
-def prune_all(run: RunDir, keep_last: int, *, stored: bool = False, idle: bool = True) -> Done:
-    with upkeep(run):
-        return prune.execute(run, prune.survey(run, keep_last, stored=stored, is_idle=lambda: idle))
-
-
-def left(run: RunDir) -> list[int]:
-    return [one.step for one in committed(run)]
 
 
 @pytest.fixture
@@ -74,28 +30,6 @@ def four(run: RunDir) -> RunDir:
     for step in (10, 20, 30, 40):
         save(run, step)
     return run
-
-
-@pytest.fixture(scope="module")
-def order() -> Iterator[Order]:
-    """Have a forked process prune or roll up under a fail plan; its exit status."""
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])}
-    with subprocess.Popen(
-        [sys.executable, here / "forking_upkeep.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-    ) as worker:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        stdin, stdout = worker.stdin, worker.stdout
-
-        def give(run: RunDir, plan: str = "", act: str = "prune", keep_last: int = 1) -> int:
-            stdin.write(json.dumps({"run": str(run.root), "plan": plan, "act": act, "keep_last": keep_last}) + "\n")
-            stdin.flush()
-            return int(stdout.readline())
-
-        yield give
-        stdin.close()
-        assert worker.wait(30) == 0
 
 
 def test_what_the_plan_says_is_freed_to_the_byte_and_told(four: RunDir) -> None:
@@ -167,16 +101,16 @@ def test_two_at_once_are_one_after_the_other_and_the_second_is_told_whom_it_wait
 
 
 def test_killed_before_each_disk_call_the_next_prune_leaves_exactly_what_is_kept(
-    four: RunDir, tmp_path: Path, order: Order
+    four: RunDir, tmp_path: Path, order_upkeep: Order
 ) -> None:
     shutil.copytree(four.root, tmp_path / "pristine")
     for number in range(1, 200):
-        status = order(four, f"prune:kill:{number}")
+        status = order_upkeep(four, f"prune:kill:{number}")
         assert 40 in left(four)
         assert all(verify_folder(four.checkpoint(one)) == [] for one in committed(four))
-        again = order(four, f"prune:kill:{number}") if status else 0  # and killed once more, on what the first left
+        again = order_upkeep(four, f"prune:kill:{number}") if status else 0  # and killed once more, on what the first left
         assert again in (0, -9)
-        assert order(four) == 0
+        assert order_upkeep(four) == 0
         assert left(four) == [40]
         assert used(four) == needed(four)
         assert {path.name for path in four.checkpoints.iterdir()} == {str(name(40))}
@@ -188,8 +122,8 @@ def test_killed_before_each_disk_call_the_next_prune_leaves_exactly_what_is_kept
     assert 20 < number < 199
 
 
-def test_what_a_killed_prune_left_is_swept_even_while_the_run_trains(four: RunDir, order: Order) -> None:
-    assert order(four, "prune:kill:3") == -9  # the manifest is gone, the packs are not
+def test_what_a_killed_prune_left_is_swept_even_while_the_run_trains(four: RunDir, order_upkeep: Order) -> None:
+    assert order_upkeep(four, "prune:kill:3") == -9  # the manifest is gone, the packs are not
     half = four.checkpoint(name(10))
     assert half.is_dir()
     assert not four.manifest(name(10)).exists()

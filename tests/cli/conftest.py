@@ -98,9 +98,11 @@ class Made:
     run: RunDir
     toml: Path
 
-    def write(self, step: int, token: int = 1, leaves: Leaves | None = None) -> Manifest:
-        snapshot = Memory(step, leaves or leaves_of(step))
-        return write_checkpoint(self.run, self.id, CheckpointName(step, token), [snapshot], encoding="auto", threads=1)
+    def write(self, step: int, token: int = 1, leaves: Leaves | None = None, base: int | None = None) -> Manifest:
+        """A full, or an increment against the full of step `base`."""
+        snapshot, name = Memory(step, leaves or leaves_of(step)), CheckpointName(step, token)
+        full = None if base is None else CheckpointName(base, token)
+        return write_checkpoint(self.run, self.id, name, [snapshot], encoding="auto", threads=1, base=full)
 
     @property
     def id(self) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from perdure.training import files
 from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint.catalog import sizes_in, strays
-from perdure.training.run_dir import REPLACED_MANIFEST, CheckpointName, RunDir
+from perdure.training.run_dir import MANIFEST, REPLACED_MANIFEST, CheckpointName, RunDir
 
 
 def tidy(run: RunDir, name: CheckpointName) -> bool:
@@ -39,5 +39,5 @@ def nobody_reads_replaced(folder: Path) -> bool:
 
 
 def _is_ours(temporary: str) -> bool:
-    """Temporary files of packs in a committed folder are those of a roll-up, and there is none now."""
-    return temporary.startswith(".rank-") and ".full." in temporary
+    """Temporary files of such names in a committed folder are those of a roll-up, and there is none now."""
+    return temporary.startswith(f".{MANIFEST}.") or (temporary.startswith(".rank-") and ".full." in temporary)
