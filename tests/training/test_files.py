@@ -106,6 +106,28 @@ def together(code: str, *arguments: Sequence[object]) -> list[bytes]:
     return answers
 
 
+@pytest.mark.parametrize("most", [0, 1, 7, 1000])
+def test_parts_written_at_once_are_those_parts_however_few_bytes_the_kernel_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    writev = os.writev
+
+    def some(fd: int, parts: Sequence[memoryview]) -> int:
+        """As on a disk that is nearly full, or when a signal comes."""
+        first = next((part for part in parts if len(part)), memoryview(b""))
+        return writev(fd, [first[:most]]) if most else writev(fd, parts)
+
+    monkeypatch.setattr(os, "writev", some)
+    parts: list[bytes | memoryview] = [bytes([number % 251]) * (number % 5) for number in range(3000)]
+    parts += [b"", memoryview(b"0123456789" * 500), b"x", b""]
+    with files.NewFile(tmp_path / "f") as new:
+        new.write_parts(parts)
+        new.write_parts([])
+        assert new.size == sum(map(len, parts))
+        new.commit()
+    assert (tmp_path / "f").read_bytes() == b"".join(parts)
+
+
 def test_of_eight_racing_processes_exactly_one_creates_the_file(tmp_path: Path) -> None:
     code = """
 from pathlib import Path

@@ -1,0 +1,31 @@
+"""A checkpoint of two hundred thousand tensors."""
+
+import numpy as np
+from snapshots import Source, write
+
+from perdure.training.checkpoint.pack import REFERENCE
+from perdure.training.checkpoint.reader import open_checkpoint
+from perdure.training.checkpoint.verify import verify_folder
+from perdure.training.run_dir import RunDir
+
+COUNT = 200_000
+
+
+def test_two_hundred_thousand_tensors_come_back_from_a_full_and_an_increment(run: RunDir) -> None:
+    values = np.random.default_rng(0).normal(size=(COUNT, 3)).astype(np.float32)
+    source, later = Source(2), Source(4)
+    for number in range(COUNT):
+        source.tensor(f"layer.{number}/weight", "float32", (3,), values[number].tobytes())
+    values[::1000] += 1
+    for number in range(COUNT):
+        later.tensor(f"layer.{number}/weight", "float32", (3,), values[number].tobytes())
+    full = write(run, source)
+    found = write(run, later, base=full.name)
+    assert (full.leaves, found.leaves) == (COUNT, COUNT)
+    assert found.files[0].bytes == COUNT // 1000 * 12
+    folder = run.checkpoint(found.name)
+    assert verify_folder(folder, threads=2) == []  # and the base, of which nearly all is used
+    with open_checkpoint(folder) as reader:
+        assert {path: bytes(raw) for path, raw in reader.read_all(reader.entries, 2)} == later.bytes
+        references = [entry for entry in reader.entries.values() if entry.blobs[0].layout[0] == REFERENCE]
+        assert len(references) == COUNT - COUNT // 1000
