@@ -4,6 +4,8 @@ BIN := .venv/bin
 
 .PHONY: setup run test lint check chaos bench clean
 
+ARGS ?=
+
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
@@ -30,8 +32,12 @@ check: lint test
 chaos: setup
 	$(BIN)/pytest -m chaos -p no:cacheprovider -s tests/chaos
 
-bench: setup
-	$(BIN)/python -m benchmarks
+bench: .venv/.bench
+	$(BIN)/python -m benchmarks $(ARGS)
+
+.venv/.bench: .venv/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -17,8 +17,9 @@ PACKAGES = ("torch", "safetensors", "torch-checkpointing", "zipnn", "zstandard",
 
 _DATA = (
     "Data: real AdamW state. A byte-level GPT ({shape.layers} layers, width {shape.width}) learned Python's documentation and "
-    "standard library for {shape.steps} steps of AdamW (6e-4, 0.9, 0.95); a tile is its weights and moments every {shape.every} "
-    "steps after that. A state of a given size is that many different tiles side by side in one model with one optimizer. No "
+    "standard library for {shape.steps} steps of AdamW (6e-4, 0.9, 0.95); a tile is its weights and moments every "
+    "{shape.every} steps after that. A state of a given size is that many different tiles side by side in one model with one "
+    "optimizer. No "
     "gradients are held."
 )
 

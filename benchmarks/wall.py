@@ -21,7 +21,7 @@ from examples.gpt.train import loss_of
 SIZE = 0.4
 BARE = "no save"
 COMPARED = (BASELINE, "DCP async, thread", "DCP async, process", "torch_checkpointing + fsync", BEST_RAW, DEFAULT)
-_SECONDS = 4.0
+_SECONDS = 3.0
 _FIRST = 3
 """The step before which the save is made."""
 
@@ -32,7 +32,7 @@ class _Loop:
     def __init__(self, setting: Setting, tracked: Tracked) -> None:
         draw, shape = torch.Generator().manual_seed(1), setting.shape
         part = tracked["model"][0]
-        self._model, self._text = part, torch.randint(256, (shape.batch, shape.block + 1), generator=draw)
+        self._model, self._text = part, torch.randint(256, (1, shape.block + 1), generator=draw)
         self._optimizer = torch.optim.AdamW(part.parameters(), lr=1e-5)
 
     def step(self) -> None:

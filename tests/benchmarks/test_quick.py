@@ -1,0 +1,90 @@
+"""The benchmarks themselves: a smoke run with tiny states answers every question with every row, as a page and as JSON.
+
+Figures of such a run mean nothing and decide nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Smoke = tuple[dict[str, Any], str]
+"""The JSON and the page."""
+ROOT = Path(__file__).resolve().parents[2]
+QUESTIONS = ("stall", "saves-0.4", "ratios", "increments", "throttled", "wall", "saves-1.5", "sizes")
+OPTIONAL = {"torch_checkpointing + fsync", "ZipNN + fsync"}
+"""Peers that only the extra `bench` installs."""
+PERDURE = {f"Perdure, {what}" for what in ("raw, 2 threads", "auto, 1 thread", "auto, 2 threads", "small, 2 threads")}
+PEERS = {
+    "torch.save",
+    "torch.save + fsync",
+    "safetensors + fsync",
+    "DCP save",
+    "DCP async, thread",
+    "DCP async, process",
+    "DCP save, zstd",
+}
+
+
+def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", "--folder", str(folder), "--results", str(folder / "results"), *arguments]
+    env = {**os.environ, "PERDURE_BENCH_CACHE": str(folder / "cache")}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
+    """The JSON and the page of one smoke run of all questions about the engine."""
+    folder = tmp_path_factory.mktemp("bench")
+    done = _run(folder, "--quick")
+    assert done.returncode == 0, done.stderr
+    (found,), (page,) = (list((folder / "results").glob(f"*.{kind}")) for kind in ("json", "md"))
+    return json.loads(found.read_text()), page.read_text()
+
+
+def test_every_question_is_answered_to_its_end(smoke: Smoke) -> None:
+    found, page = smoke
+    assert tuple(found["questions"]) == QUESTIONS
+    assert "Not finished" not in page
+
+
+@pytest.mark.parametrize("question", ["saves-0.4", "saves-1.5"])
+def test_every_row_has_every_figure(smoke: Smoke, question: str) -> None:
+    rows = smoke[0]["questions"][question]["data"]["medians"]
+    assert set(rows) == PEERS | OPTIONAL | PERDURE
+    for name in (PEERS | PERDURE) - {"torch.save"}:
+        assert {"stall", "durable", "bytes", "warm", "cold", "peak", "cpu"} <= set(rows[name]), (name, rows[name])
+    for name in PERDURE:
+        assert {"shallow", "deep"} <= set(rows[name])
+    assert "durable" not in rows["torch.save"]
+
+
+def test_a_peer_that_cannot_be_measured_says_why(smoke: Smoke) -> None:
+    rows = smoke[0]["questions"]["saves-0.4"]["data"]["medians"]
+    assert all("stall" in rows[name] or rows[name]["failed"] for name in OPTIONAL)
+
+
+def test_rows_that_beat_perdure_say_so(smoke: Smoke) -> None:
+    found, page = smoke
+    rows = found["questions"]["saves-0.4"]["data"]["medians"]
+    ours = rows["Perdure, auto, 2 threads"]
+    for name in PEERS:
+        line = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
+        ahead = any(rows[name][key] < ours[key] for key in ("stall", "bytes", "warm", "peak", "cpu"))
+        assert not ahead or "Perdure is not first" in line
+
+
+def test_ratios_and_increments_have_their_targets(smoke: Smoke) -> None:
+    asked = [target["question"] for target in smoke[0]["targets"]]
+    assert sum(question.startswith("ratio, ") for question in asked) == 3
+    assert sum(question.startswith("increment, bf16") for question in asked) == 3
+    assert all(set(target) == {"question", "shown", "target", "met"} for target in smoke[0]["targets"])
+
+
+def test_an_unknown_question_is_refused_by_name(tmp_path: Path) -> None:
+    done = _run(tmp_path, "speed")
+    assert done.returncode == 2
+    assert "no such question: speed" in done.stderr
