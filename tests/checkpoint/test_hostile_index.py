@@ -77,6 +77,9 @@ BAD_INDEXES: dict[str, Any] = {
     "plane empty": [2, [leaf(blob(layout=[WHOLE, [[RAW, 100], [RAW, 0]]]))]],
     "planes many": [2, [leaf(blob(layout=[WHOLE, [[RAW, 1]] * 100]))]],
     "planes of other size": [2, [leaf(blob(layout=[WHOLE, [[RAW, 99]]]))]],
+    "transform of version 1": [2, [leaf(blob(layout=[2, [[RAW, 50], [RAW, 50]]]), dtype="float16", shape=[50])]],
+    "difference in a full": [2, [leaf(blob(layout=[5, [[RAW, 100]]]))]],
+    "reference in a full": [2, [leaf(blob(layout=[6, []]))]],
     "layout no list": [2, [leaf(blob(layout=0))]],
 }
 

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forging import forge, refused
+from forging import blob, forge, leaf, packed, refused
 from snapshots import Source, random_bytes, write
 
 from perdure.training.checkpoint import manifest
 from perdure.training.checkpoint.codec import ROTATED
-from perdure.training.checkpoint.pack import REFERENCE
+from perdure.training.checkpoint.pack import REFERENCE, decode_index
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder
+from perdure.training.errors import CheckpointDamaged
 from perdure.training.run_dir import CheckpointName, RunDir
 
 OLD = Path(__file__).with_name("version-1") / "000000000002-0001"
@@ -69,6 +70,17 @@ def test_it_has_nothing_that_came_later(folder: Path) -> None:
         (folder / record["name"].replace(".full", "")).rename(folder / record["name"])
     forge(folder, version=1, files=records)
     assert "names files" in refused(folder, "manifest")
+
+
+@pytest.mark.parametrize("transform", [3, 4, 5, 6, 7])
+def test_transforms_of_version_2_are_refused_in_it(transform: int) -> None:
+    entry = leaf(blob(layout=[transform, [[0, 100]]]))[:-1]
+    good = leaf()[:-1]
+    assert decode_index(packed([1, [good]]), 100, "here", version=1)[0].path == "w"
+    with pytest.raises(CheckpointDamaged):
+        decode_index(packed([1, [entry]]), 100, "here", version=1)
+    with pytest.raises(CheckpointDamaged):
+        decode_index(packed([1, [leaf()]]), 100, "here", version=1)  # eight fields
 
 
 def test_it_is_a_base_for_increments(run: RunDir, folder: Path) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import xxhash
 import zstandard
 
-from perdure.training.checkpoint.codec import DELTA, ITEM_SIZES, Layout, Plane, decompress
+from perdure.training.checkpoint.codec import DELTA, ITEM_SIZES, ROTATED, Layout, Plane, decompress
 from perdure.training.errors import CheckpointDamaged
 
 # gc=False below: there are hundreds of thousands of these, none in a circle, and looking for one took a third of the time
@@ -130,7 +130,7 @@ def decode_index(
         if not 0 < size <= MAX_INDEX:
             raise ValueError(f"declares {size} bytes")
         entries = _decode_entries(decompress(data, size), version)
-        _check(entries, pack_bytes, increment)
+        _check(entries, pack_bytes, _transforms(version, increment))
     except (msgspec.DecodeError, ValueError, zstandard.ZstdError, OverflowError, RecursionError) as error:
         raise CheckpointDamaged(f"{where}: index is malformed: {error}", part="index") from None
     return entries
@@ -145,14 +145,21 @@ def _decode_entries(data: bytes, version: int) -> tuple[IndexEntry, ...]:
     return tuple(IndexEntry(e.path, e.kind, e.dtype, e.shape, e.nbytes, e.digest, e.blobs, None) for e in index.entries)
 
 
-def _check(entries: Sequence[IndexEntry], pack_bytes: int, increment: bool) -> None:
+def _transforms(version: int, increment: bool) -> frozenset[int]:
+    """Those that no blob may have: what came later, what was given up, what needs a base."""
+    if version == 1:
+        return frozenset(range(ROTATED + 1, DERIVED + 1))
+    return frozenset({ROTATED} if increment else {ROTATED, DELTA, REFERENCE})
+
+
+def _check(entries: Sequence[IndexEntry], pack_bytes: int, refused: frozenset[int]) -> None:
     """Every leaf once, blobs back to back from the start of the pack to its end, sizes that add up."""
     offset, paths = 0, {entry.path: entry for entry in entries}
     if len(paths) != len(entries) or "" in paths:
         raise ValueError("a leaf is twice there, or without a name")
     for entry in entries:
         _check_leaf(entry)
-        offset = _check_blobs(entry, offset, increment)
+        offset = _check_blobs(entry, offset, refused)
         if entry.derived is not None:
             _check_derived(entry, entry.derived, paths.get(entry.derived.source))
     if offset != pack_bytes:
@@ -167,10 +174,10 @@ def _check_leaf(entry: IndexEntry) -> None:
         raise ValueError(f"leaf {entry.path!r:.200} has a shape that does not fit its {entry.nbytes} bytes")
 
 
-def _check_blobs(entry: IndexEntry, offset: int, increment: bool) -> int:
+def _check_blobs(entry: IndexEntry, offset: int, refused: frozenset[int]) -> int:
     left = entry.nbytes
     for blob in entry.blobs:
-        if blob.offset != offset or left <= 0 or blob.raw != min(left, BLOB_BYTES) or not _fits(entry, blob, increment):
+        if blob.offset != offset or left <= 0 or blob.raw != min(left, BLOB_BYTES) or not _fits(entry, blob, refused):
             raise ValueError(f"a blob of leaf {entry.path!r:.200} is out of place")
         offset, left = offset + blob.stored, left - blob.raw
     if left or leaf_digest([blob.digest for blob in entry.blobs]) != entry.digest:
@@ -178,10 +185,10 @@ def _check_blobs(entry: IndexEntry, offset: int, increment: bool) -> int:
     return offset
 
 
-def _fits(entry: IndexEntry, blob: Blob, increment: bool) -> bool:
-    """Whether such a blob may stand there: all blobs of a derived leaf are derived, only an increment has what needs a base."""
+def _fits(entry: IndexEntry, blob: Blob, refused: frozenset[int]) -> bool:
+    """Whether such a blob may stand there: all blobs of a derived leaf are derived, and no others."""
     transform, planes = blob.layout
-    if (transform == DERIVED) != (entry.derived is not None) or (transform in (DELTA, REFERENCE) and not increment):
+    if transform in refused or (transform == DERIVED) != (entry.derived is not None):
         return False
     if transform in NOT_STORED:
         return blob.stored == 0 and not planes and blob.xxh == NOTHING
