@@ -42,6 +42,7 @@ VERBS = {
     "rollup": Verb("make a full of an increment, so that its base can go", "perdure rollup runs/gpt --step 200"),
     "prune": Verb("delete what retention lets go, and what crashes left", "perdure prune runs/gpt --keep-last 3 --dry-run"),
     "deploy": Verb("register runs with a Prefect server", "perdure deploy gpt/run.toml --work-pool gpus --dry-run"),
+    "doctor": Verb("check everything a run needs", "perdure doctor gpt/run.toml"),
     "stop": Verb("ask a running run to save and stop", "perdure stop runs/gpt"),
 }
 

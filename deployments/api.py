@@ -32,9 +32,8 @@ def required_api_url() -> str:
 
 
 def be_quiet() -> None:
-    """Before Prefect is imported: it shall neither ask nor tell anyone about this command."""
+    """Before Prefect is imported: it shall tell nobody about this command."""
     os.environ.setdefault("DO_NOT_TRACK", "1")
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "ERROR")
 
 
 @contextlib.contextmanager

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
+from urllib.parse import parse_qsl
 
 CHANNEL, CHANNEL_ID = "#training", "C024BE91L"
+LOOKING = ("auth.test", "conversations.list", "conversations.info")
 _MARKUP = re.compile(r"<!date\^\d+\^\{ago\}\|[^<>|]+>|<https?://[^<>|]+\|[^<>|]+>|&(?:amp|lt|gt);")
 
 
@@ -65,6 +67,11 @@ class SlackServer:
         self.problems: list[str] = []
         self.requests = 0
         self.misbehave: Callable[[BaseHTTPRequestHandler], None] | None = None
+        self.scopes = ["chat:write"]
+        self.channels: list[dict[str, Any]] = [
+            {"id": "C000OTHER", "name": "other", "is_member": False, "is_archived": False},
+            {"id": CHANNEL_ID, "name": CHANNEL.removeprefix("#"), "is_member": True, "is_archived": False},
+        ]
         self.closing = threading.Event()
         self._lock = threading.Lock()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -107,16 +114,36 @@ class SlackServer:
                     slack.misbehave(self)
                     return
                 with slack._lock:
-                    answer = slack._answer(
-                        self.path.rpartition("/")[2], self.headers.get("Authorization", ""), json.loads(body)
-                    )
-                respond(self, 200, json.dumps(answer).encode())
+                    method, authorization = self.path.rpartition("/")[2], self.headers.get("Authorization", "")
+                    if method in LOOKING:
+                        answer = slack._look(method, authorization, dict(parse_qsl(body.decode())))
+                    else:
+                        answer = slack._answer(method, authorization, json.loads(body))
+                granted = {"x_oauth_scopes": ",".join(slack.scopes)} if answer["ok"] else {}
+                respond(self, 200, json.dumps(answer).encode(), **granted)
 
             do_GET = do_POST
 
             def log_message(self, format: str, *args: object) -> None: ...
 
         return Handler
+
+    def _look(self, method: str, authorization: str, body: dict[str, str]) -> dict[str, Any]:
+        """Methods that change nothing; as at Slack's, their arguments come as a form, never as JSON."""
+        if authorization != f"Bearer {self.token}":
+            return {"ok": False, "error": "invalid_auth"}
+        if method == "auth.test":
+            return {"ok": True, "user": "perdure", "team": "Team", "bot_id": "B1"}
+        if not {"channels:read", "groups:read"} & set(self.scopes):
+            return {"ok": False, "error": "missing_scope", "needed": "channels:read"}
+        if method == "conversations.list":  # a page each
+            at = int(body.get("cursor") or 0)
+            following = str(at + 1) if at + 1 < len(self.channels) else ""
+            return {"ok": True, "channels": self.channels[at : at + 1], "response_metadata": {"next_cursor": following}}
+        for channel in self.channels:
+            if channel["id"] == body.get("channel"):
+                return {"ok": True, "channel": channel}
+        return {"ok": False, "error": "channel_not_found"}
 
     def _answer(self, method: str, authorization: str, body: dict[str, Any]) -> dict[str, Any]:
         if authorization != f"Bearer {self.token}":
