@@ -72,9 +72,14 @@ def encode_entries(entries: Sequence[Entry]) -> bytes:
     return msgspec.msgpack.encode(entries)
 
 
+def data_offset(fixed: bytes, header_bytes: int = 0) -> int:
+    """Where the data area begins behind these."""
+    return aligned(CONTROL_BYTES + len(fixed) + max(HEADER_ROOM, header_bytes))
+
+
 def slot_bytes(fixed: bytes, data_bytes: int) -> int:
     """Size of a slot that holds these, with the usual room for a header."""
-    return aligned(CONTROL_BYTES + len(fixed) + HEADER_ROOM) + aligned(data_bytes)
+    return data_offset(fixed) + aligned(data_bytes)
 
 
 def create_slot(name: str) -> int:
@@ -109,7 +114,7 @@ class SlotWriter:
         self.generation += 1 + self.generation % 2
         _GENERATION.pack_into(self.map, 0, _MAGIC, self.generation)
         if fixed is not self._fixed or CONTROL_BYTES + len(fixed) + len(text) > self._data:
-            self._data = aligned(CONTROL_BYTES + len(fixed) + max(HEADER_ROOM, len(text)))
+            self._data = data_offset(fixed, len(text))
             self.reserve(self._data + aligned(data_bytes))
             self.map[CONTROL_BYTES : CONTROL_BYTES + len(fixed)] = fixed
             self._fixed = fixed

@@ -12,6 +12,7 @@ import torch
 
 from perdure.training.engine import invariants
 from perdure.training.engine.leaves import Leaf, LoadedLeaf
+from perdure.training.engine.remembered import Memory
 from perdure.training.engine.restore import restore
 from perdure.training.engine.rng import load_rng, rng_leaves
 from perdure.training.engine.state import collect, note_built
@@ -85,12 +86,14 @@ def run(build: Callable[[], Training], steps: int, cuts: Sequence[int] = (), *, 
         if outcome.kept:
             restore(training.tracked, outcome.kept.__getitem__, replan=replan)
             load_rng(outcome.kept.__getitem__, training.generators)
-        watch = invariants.StepWatch(training.tracked)
+        watch, memory = invariants.StepWatch(training.tracked), Memory()
         for step in range(done, end):
             outcome.returned.append(training.step(step))
             watch.finished_step(step + 1)
             watch.check_before_save(step + 1)
-            outcome.kept = keep([*collect(training.tracked), *rng_leaves(training.generators)])
+            leaves = collect(training.tracked)
+            assert keep(collect(training.tracked, memory)) == keep(leaves), "what is remembered is what would be found"
+            outcome.kept = keep([*leaves, *rng_leaves(training.generators)])
             outcome.digests.append(digest_of(outcome.kept))
         watch.close()
         outcome.last, done = training, end

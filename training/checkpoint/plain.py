@@ -32,9 +32,14 @@ def pack_plain(value: Any, path: str) -> bytes:  # Any: plain values
     return data
 
 
+def prepack(value: Any, path: str) -> msgspec.Raw:  # Any: as in pack_plain
+    """A part of a value, encoded ahead: `pack_plain` takes it as it is."""
+    return msgspec.Raw(msgspec.msgpack.encode(_encode(value, path, 0)))
+
+
 def _encode(value: Any, path: str, depth: int) -> Any:  # Any: as in pack_plain
     kind = type(value)
-    if kind in _SCALARS:
+    if kind in _SCALARS or kind is msgspec.Raw:
         return value
     if kind is int:
         return value if -_INT64 <= value < _INT64 else ["i", hex(value)]

@@ -1,6 +1,8 @@
 """Cuts of the state: what is collected at a step boundary, staged into a slot and announced, and how it is loaded again."""
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from perdure.training.engine.leaves import Leaf, LoadedLeaf, plain_leaf
 from perdure.training.engine.link import Link
 from perdure.training.engine.metrics import Metrics
 from perdure.training.engine.overlap import Overlap
+from perdure.training.engine.remembered import Memory
 from perdure.training.engine.restore import restore
 from perdure.training.engine.rng import Generators, load_rng, rng_leaves
 from perdure.training.engine.stage import Stager
@@ -33,6 +36,7 @@ class Snapshots:
         self._link, self._run, self._metrics = link, run, metrics
         self._stager = Stager(link.slots)
         self._tracked: Tracked = {}
+        self._memory = Memory()
         self._generators: Generators = {}
         self._skipped = 0
         """Optimizer steps that a GradScaler left out, in earlier launches."""
@@ -145,9 +149,13 @@ class Snapshots:
         announce()
 
     def _leaves(self, step: int) -> list[Leaf]:
+        with _no_garbage_collection():
+            return self._collect(step)
+
+    def _collect(self, step: int) -> list[Leaf]:
         skipped = self._skipped + (self._watch.skipped if self._watch else 0)
         own = plain_leaf(SESSION, {"step": step, "skipped": skipped, "metrics": self._metrics.state_dict()})
-        return [*collect(self._tracked), *rng_leaves(self._generators), own]
+        return [*collect(self._tracked, self._memory), *rng_leaves(self._generators), own]
 
     def _about(self, step: int) -> About:
         return About(
@@ -161,6 +169,18 @@ class Snapshots:
             exact=not self._exact_reasons,
             exact_reasons=tuple(self._exact_reasons),
         )
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Lists of a hundred thousand tensors set it off, and it takes longer than the copy."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _size(tracked: Tracked) -> tuple[int, ...]:

@@ -6,13 +6,14 @@ import math
 import mmap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 
 import torch
 
 from perdure.training import files
 from perdure.training.engine import device, host_memory
 from perdure.training.engine.leaves import Leaf
-from perdure.training.slots import About, Entry, Header, SlotWriter, encode_entries, slot_bytes
+from perdure.training.slots import About, Entry, Header, SlotWriter, data_offset, encode_entries, slot_bytes
 
 _ALIGN = 64
 _PLAIN_ROOM = 1 << 20
@@ -69,6 +70,8 @@ class Stager:
     def __init__(self, slots: Sequence[SlotWriter]) -> None:
         self._slots = slots
         self._layout: _Layout | None = None
+        self._leaves: list[Leaf] = []
+        """Those of the layout, when they were last looked at."""
         self._views: dict[int, tuple[_Layout, mmap.mmap, int, list[torch.Tensor]]] = {}
 
     def prepare(self, leaves: Sequence[Leaf]) -> int:
@@ -76,6 +79,8 @@ class Stager:
         layout = self._lay_out_tensors([leaf for leaf in leaves if leaf.kind == "tensor"])
         _, end = _lay_out([leaf for leaf in leaves if leaf.kind == "plain"], layout.data_bytes)
         self._reserve(range(len(self._slots)), slot_bytes(layout.fixed, end + _PLAIN_ROOM))
+        for number, slot in enumerate(self._slots):
+            self._targets(number, layout, slot.map, data_offset(layout.fixed))
         return end
 
     def copy(self, number: int, leaves: Sequence[Leaf], about: About, state_digest: str = "") -> None:
@@ -108,6 +113,9 @@ class Stager:
             device.pin(slot.map)
 
     def _lay_out_tensors(self, tensors: list[Leaf]) -> _Layout:
+        if len(tensors) == len(self._leaves) and all(map(is_, tensors, self._leaves)) and self._layout is not None:
+            return self._layout
+        self._leaves = tensors
         key = [(leaf.path, leaf.dtype, leaf.shape) for leaf in tensors]
         if self._layout is None or self._layout.key != key:
             self._layout = _Layout(key, *_lay_out(tensors, 0))

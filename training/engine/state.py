@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from perdure.training.engine.leaves import Encoder, Leaf, dtype_name, escape, plain_leaf
+from perdure.training.engine.remembered import Memory
 from perdure.training.engine.rng import preserving
 from perdure.training.errors import PerdureError
 
@@ -38,24 +39,29 @@ def check_trackable(name: str, obj: Any) -> None:  # Any: what a user hands over
             )  # fmt: skip
 
 
-def collect(tracked: Tracked) -> list[Leaf]:
-    """Every leaf of every tracked object as it is now. Tensors are the live ones."""
+def collect(tracked: Tracked, memory: Memory | None = None) -> list[Leaf]:
+    """Every leaf of every tracked object as it is now. Tensors are the live ones. A `memory`, kept from call to call, saves
+    encoding again what has not changed."""
     note_built(tracked)
-    names = parameter_names(tracked)
+    names = parameter_names(tracked) if memory is None else memory.parameter_names(tracked, parameter_names)
     leaves = [plain_leaf(INVENTORY, {name: kind_of(obj) for name, obj in tracked.items()})]
     with preserving():  # a state_dict() may draw: torchdata's loader starts its workers to ask them
         for name, obj in tracked.items():
-            leaves += collect_one(name, obj, names)
+            leaves += collect_one(name, obj, names, memory)
     return leaves
 
 
-def collect_one(name: str, obj: Any, names: Mapping[int, str]) -> list[Leaf]:  # Any: a tracked object
+def collect_one(name: str, obj: Any, names: Mapping[int, str], memory: Memory | None = None) -> list[Leaf]:  # Any: tracked
     """The leaves of one object, its plain leaf first."""
     encoder = Encoder(name)
     if isinstance(obj, torch.nn.Module):
-        return [_packed_once(obj, name, _module(obj, encoder)), *encoder.leaves]
+        known = memory.module(name, obj) if memory else None
+        if known is not None:
+            return known
+        leaves = [_packed_once(obj, name, _module(obj, encoder)), *encoder.leaves]
+        return memory.keep_module(name, obj, leaves) if memory else leaves
     if isinstance(obj, torch.optim.Optimizer):
-        plain = _optimizer(obj, encoder, names)
+        plain = _optimizer(name, obj, encoder, group_names(obj, names), memory)
     else:
         plain = {"kind": kind_of(obj), "type": type_name(obj), "state": encoder.encode(obj.state_dict(), "")}
         if isinstance(obj, LRScheduler):
@@ -143,10 +149,19 @@ def _module(module: torch.nn.Module, encoder: Encoder) -> dict[str, Any]:
     }
 
 
-def _optimizer(optimizer: torch.optim.Optimizer, encoder: Encoder, names: Mapping[int, str]) -> dict[str, Any]:
+def _optimizer(
+    name: str, optimizer: torch.optim.Optimizer, encoder: Encoder, by_group: list[list[str]], memory: Memory | None
+) -> dict[str, Any]:
+    known = memory.optimizer(name, optimizer, by_group) if memory else None
+    if known is not None:
+        groups = [
+            {**fixed, "options": encoder.encode(group_options(group), f"%groups/{number}")}
+            for number, (fixed, group) in enumerate(zip(known.groups, optimizer.param_groups, strict=True))
+        ]
+        encoder.leaves += known.leaves
+        return _optimizer_leaf(optimizer, groups, known.state, {})
     packed = optimizer.state_dict()
-    by_group = group_names(optimizer, names)
-    by_index = [name for group in by_group for name in group]
+    by_index = [parameter for group in by_group for parameter in group]
     groups = []
     for number, (group, live, ordered) in enumerate(zip(packed["param_groups"], optimizer.param_groups, by_group, strict=True)):
         groups.append(
@@ -157,19 +172,28 @@ def _optimizer(optimizer: torch.optim.Optimizer, encoder: Encoder, names: Mappin
                 "options": encoder.encode(group_options(group), f"%groups/{number}"),
             }
         )
+    first = len(encoder.leaves)
     state = {
         by_index[key] if type(key) is int else key: encoder.encode(
             value, escape(by_index[key]) if type(key) is int else f"%state/{escape(str(key))}"
         )
         for key, value in packed["state"].items()
     }
+    if memory:
+        memory.keep_optimizer(name, optimizer, by_group, groups, state, encoder.leaves[first:])
     extra = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    return _optimizer_leaf(optimizer, groups, state, encoder.encode(extra, "%extra"))
+
+
+def _optimizer_leaf(
+    optimizer: torch.optim.Optimizer, groups: Any, state: Any, extra: Any
+) -> dict[str, Any]:  # Any: plain values
     return {
         "kind": "optimizer",
         "type": type_name(optimizer),
         "groups": groups,
         "state": state,
-        "extra": encoder.encode(extra, "%extra"),
+        "extra": extra,
         "built": _BUILT.get(optimizer),
     }
 
