@@ -1,5 +1,6 @@
 """An increment travels with its base: neither store nor machine ever has one without the other."""
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,31 @@ def test_a_rolled_up_one_of_another_state_replaces_nothing(folder_store: FolderS
     path.write_bytes(manifest.seal(msgspec.structs.replace(found, state_digest="f" * 64)))
     with pytest.raises(StoreConflict, match="holds another checkpoint"):
         push(history.dir, folder_store, SECOND)
+
+
+def test_an_increment_that_stores_nothing_travels_too(store: ObjectStore, made: MadeRun, elsewhere: RunDir) -> None:
+    made.write(FULL, state(1))
+    made.write(FIRST, state(1), base=FULL)
+    assert manifest.read(made.dir.checkpoint(FIRST)).files[0].bytes == 0
+    push(made.dir, store, FIRST)
+    push(made.dir, store, FIRST)
+    assert pull(store, elsewhere) == FIRST
+    assert verify_folder(elsewhere.checkpoint(FIRST)) == []
+
+
+def test_an_increment_of_version_2_on_a_base_of_version_1_travels(
+    folder_store: FolderStore, made: MadeRun, elsewhere: RunDir
+) -> None:
+    old = Path(__file__).parents[1] / "checkpoint" / "version-1" / "000000000002-0001"
+    name = CheckpointName(2, 1)
+    shutil.copytree(old, made.dir.checkpoint(name))
+    made.write(
+        FIRST, Source(FIRST.step).tensor("all/bfloat16", "bfloat16", (300,), random_bytes("bfloat16", 200) * 3), base=name
+    )
+    assert manifest.read(made.dir.checkpoint(FIRST)).base_name == name
+    push(made.dir, folder_store, FIRST)
+    assert pull(folder_store, elsewhere) == FIRST
+    assert verify_folder(elsewhere.checkpoint(name)) == verify_folder(elsewhere.checkpoint(FIRST)) == []
+    _flip(folder_store.root / f"checkpoints/{name}/rank-00000.pack")
+    with pytest.raises(CheckpointDamaged, match="no checkpoint is good"):
+        pull(folder_store, RunDir(elsewhere.root.parent / "third"))
