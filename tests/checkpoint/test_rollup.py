@@ -15,6 +15,7 @@ from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint.catalog import leftovers, list_checkpoints
 from perdure.training.checkpoint.codec import DELTA
 from perdure.training.checkpoint.facts import read_fact
+from perdure.training.checkpoint.hold import let_go, open_held
 from perdure.training.checkpoint.pack import DERIVED, REFERENCE
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.rollup import roll_up
@@ -135,6 +136,17 @@ def test_an_open_reader_reads_on_and_the_old_files_go_after_it(three: RunDir) ->
     assert files_of(three, 30) == FULL
     assert left(three) == [30]
     assert content(three, 30) == before
+
+
+def test_a_reader_that_has_not_come_to_the_base_yet_still_finds_it(three: RunDir) -> None:
+    """It has opened the increment; before it opens the base, the increment is rolled up and the run pruned."""
+    held = open_held(three.checkpoint(name(30)))
+    rolled(three, 30)
+    done = prune_all(three, 1)
+    assert done.spared == {name(10): "being read or written against"}
+    let_go(held)
+    prune_all(three, 1)
+    assert left(three) == [30]
 
 
 def test_one_that_is_read_by_its_old_manifest_is_not_deleted(three: RunDir) -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from perdure.training import events, files
 from perdure.training.checkpoint import facts
+from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint.catalog import Catalog, manifest_of, read_catalog
 from perdure.training.checkpoint.hold import try_hold_alone
 from perdure.training.checkpoint.lineage import read_launches
 from perdure.training.checkpoint.retention import VERIFIED, Plan, Verdict, plan
 from perdure.training.checkpoint.tidy import nobody_reads_replaced, tidy
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
-from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
+from perdure.training.run_dir import MANIFEST, REPLACED_MANIFEST, CheckpointName, RunDir
 
 QUIET_SECS = 3600.0
 """A temporary file that nobody touched for so long is nobody's."""
@@ -130,6 +131,9 @@ class _Prune:
     def __init__(self, run: RunDir, decided: Plan) -> None:
         self._run, self._plan = run, decided
         self._known = {str(verdict.name): verdict.base for verdict in decided.verdicts}
+        self._opening: set[CheckpointName | None] = set()
+        """Bases of increments that were rolled up and are still read as such: a reader holds the increment first, and may not
+        have come to its base yet."""
         self._done = Done()
 
     def go(self, leftovers: Sequence[Leftover], enough: Callable[[], bool]) -> Done:
@@ -138,6 +142,8 @@ class _Prune:
                 return self._done
             if leftover.goes and _sweep(self._run, leftover.path):
                 self._done.swept.append(leftover)
+            elif leftover.path.name == REPLACED_MANIFEST:
+                self._opening.add(_base_by(leftover.path))
         for verdict in self._plan.remove:
             if enough():
                 break
@@ -153,7 +159,7 @@ class _Prune:
         and whatever was committed against it before is found now."""
         folder = self._run.checkpoint(name)
         with try_hold_alone(folder) as alone:
-            if not alone or not nobody_reads_replaced(folder):
+            if not alone or name in self._opening or not nobody_reads_replaced(folder):
                 return "being read or written against" if (folder / MANIFEST).exists() else "gone already"
             if self._plan.anchor is not None and facts.trust(self._run, self._plan.anchor) not in VERIFIED:
                 return f"{self._plan.anchor} is no longer known to be good: plan anew"
@@ -191,6 +197,14 @@ def _sweep(run: RunDir, path: Path) -> bool:
         return _remove_folder(path)
     files.remove(path)
     return True
+
+
+def _base_by(replaced: Path) -> CheckpointName | None:
+    """The base by a manifest that a roll-up replaced."""
+    try:
+        return manifests.parse(files.read_limited(replaced, manifests.MAX_MANIFEST), str(replaced)).base_name
+    except (OSError, ValueError, CheckpointDamaged):
+        return None
 
 
 def _remove_folder(folder: Path) -> bool:
