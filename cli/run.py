@@ -13,6 +13,7 @@ from typing import Any
 from perdure.cli import watch
 from perdure.deployments import server
 from perdure.flows.restart import Attempt, attempts_of, decide
+from perdure.tasks import flow_runs
 from perdure.training import events, files
 from perdure.training.agent.launch import END_MARGIN_SECS
 from perdure.training.agent.lock import LOCK_FD_VARIABLE, RunLock, end_agent
@@ -22,6 +23,8 @@ from perdure.training.errors import PerdureError, Stopped, TrainingFailed
 from perdure.training.run_dir import RunDir
 
 POLL_SECS = 0.2
+CLOSE_SECS = 30.0
+"""For closing a dead flow run's rows, where no other flow run follows that would."""
 FLOW_MARGIN_SECS = 15.0
 """What a stopping flow needs beyond the trainer's grace: pushing the last checkpoint, closing its rows in Prefect."""
 READY_SECS = 10.0
@@ -63,6 +66,8 @@ def _already_finished(config: RunConfig, run_dir: RunDir) -> _Outcome | None:
     """The answer without starting anything, when the last step is committed, proven, and copied where it should be."""
     names = catalog.candidates(run_dir)
     wanted = "replicated" if config.store_url else "verified"
+    if flow_runs.died(run_dir):
+        return None  # a flow run that still says Running in Prefect is closed by the next one
     if not names or names[0].step < config.run.steps or facts.trust(run_dir, names[0]) not in (wanted, "replicated"):
         return None
     manifest = catalog.manifest_of(run_dir, names[0])
@@ -92,6 +97,7 @@ class _Parent:
                     return outcome
         finally:
             self.watcher.close()
+            self._close_rows()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -137,11 +143,7 @@ class _Parent:
         command = [sys.executable, "-m", "perdure.flows.main", "--config", str(self.config.path), "--since", str(self.since)]
         command += [part for text in self.args.set for part in ("--set", text)] + ["--replan"] * self.args.replan
         command += ["--parent", str(os.getpid())]
-        url, home = server.api_url_from_environment(), None
-        held: tuple[int, ...] = (self.lock.fd,)
-        if self.local is not None:
-            url, home, held = self.local.url, self.local.home, (self.lock.fd, self.local.fd)
-        environment = {**os.environ, **server.client_environment(url, home), LOCK_FD_VARIABLE: str(self.lock.fd)}
+        held = (self.lock.fd,) if self.local is None else (self.lock.fd, self.local.fd)
         files.make_dirs(self.run.flow_log.parent)
         with files.open_private(self.run.flow_log) as log:
             return subprocess.Popen(
@@ -149,9 +151,30 @@ class _Parent:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=environment,
+                env={**self._environment(), LOCK_FD_VARIABLE: str(self.lock.fd)},
                 pass_fds=held,
                 start_new_session=True,
+            )
+
+    def _environment(self) -> dict[str, str]:
+        url, home = (self.local.url, self.local.home) if self.local else (server.api_url_from_environment(), None)
+        return {**os.environ, **server.client_environment(url, home)}
+
+    def _close_rows(self) -> None:
+        """The last flow process died, and no other follows that would close what it left Running in Prefect."""
+        if not flow_runs.died(self.run):
+            return
+        command = [sys.executable, "-m", "perdure.flows.close", "--config", str(self.config.path)]
+        command += [part for text in self.args.set for part in ("--set", text)]
+        with files.open_private(self.run.flow_log) as log, contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(),
+                timeout=CLOSE_SECS,
+                check=False,
             )
 
     def _follow(self, flow: subprocess.Popen[bytes]) -> _Outcome | None:

@@ -29,6 +29,9 @@ STOP_TIMEOUT_SECS = 15.0
 HOST = "127.0.0.1"
 _TRIES = 3
 _POLL_SECS = 0.1
+_SERVER_AUTH, _CLIENT_AUTH = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"
+_SERVER_KEEPS = (_SERVER_AUTH, "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED")
+"""Loopback is shared by everyone on the machine: whoever asks for a password there gets one."""
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -118,6 +121,8 @@ def client_environment(api_url: str, home: ServerHome | None = None) -> dict[str
     }
     if home is not None:
         chosen |= {"PREFECT_HOME": str(home.root), "PREFECT_SERVER_EPHEMERAL_ENABLED": "false"}
+        if _SERVER_AUTH in os.environ:
+            chosen[_CLIENT_AUTH] = os.environ[_SERVER_AUTH]
     return chosen | {key: value for key, value in defaults.items() if key not in os.environ}
 
 
@@ -229,7 +234,7 @@ def _spawn_supervisor(home: ServerHome, port: int) -> None:
 def _server_environment(home: ServerHome) -> dict[str, str]:
     """The caller's environment without secrets and Prefect settings, and the settings of facts/ui.md section 6."""
     dropped = ("PREFECT_", "SLACK_", "AWS_", "PERDURE_FAIL")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(dropped) or key in _SERVER_KEEPS}
     return environment | {
         "PREFECT_HOME": str(home.root),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

@@ -4,13 +4,18 @@ from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect import Flow
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
+from prefect.exceptions import PrefectException
 from prefect.logging.loggers import flow_run_logger
 
 from perdure.flows.restart import Attempt, attempts_of, decide
+from perdure.tasks.close_rows import close_tasks_of
 from perdure.tasks.notify import deliver
+from perdure.tasks.redact import redact
 from perdure.training import events
 from perdure.training.agent.launch import END_MARGIN_SECS
 from perdure.training.agent.lock import end_agent
@@ -34,6 +39,7 @@ def on_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> No
 
 def on_crashed(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """The flow process died: the agent saves and leaves by itself; a new flow run goes on, if the decision says so."""
+    _close_tasks(flow, flow_run)
     if flow_run.deployment_id is not None:
         _restart(flow_run, flow_run.deployment_id, state)
     _tell(flow, flow_run)  # without a deployment `perdure run` is the parent, which decides by itself
@@ -62,6 +68,16 @@ def _restart(flow_run: FlowRun, deployment: UUID, state: State[Any]) -> None:
             parameters={**flow_run.parameters, "since": first, "deaths": 0 if _made_progress(run, first) else deaths},
             scheduled_time=_soon(decision.delay),
         )
+
+
+def _close_tasks(flow: Flow[..., Any], flow_run: FlowRun) -> None:
+    """Where the flow process was killed, this is another process, and the task runs would say Running for ever."""
+    _, run = _open(flow_run)
+    try:
+        with get_client(sync_client=True) as client:
+            close_tasks_of(client, run, flow_run.id)
+    except (httpx.HTTPError, PrefectException, OSError) as error:
+        flow_run_logger(flow_run, flow).warning("Task runs of the dead process stay open: %s.", redact(str(error)))
 
 
 def on_cancellation(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:

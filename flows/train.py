@@ -16,6 +16,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from perdure.flows import hooks
 from perdure.flows.restart import attempts_of, decide
 from perdure.flows.start import Start, next_token, open_run
+from perdure.tasks.artifacts import Board
 from perdure.tasks.notify import notify
 from perdure.tasks.pulse import LAUNCHED, pulse
 from perdure.tasks.push import push, store_of
@@ -44,6 +45,7 @@ class _Drive:
         self.store = store_of(config)
         self.log = get_run_logger()
         self.jobs: dict[tuple[str, str], PrefectFuture[Any]] = {}  # Any: JSON values
+        self.board = Board(config, overrides, flow_run.id or "", list(flow_run.tags or []), self.log)
         self.hurry = False
         """Set when the flow has to leave: transfers stop at their next part."""
 
@@ -77,6 +79,7 @@ class _Drive:
         events.record(self.run, kind, token=record.token, step=start.step, resumed_from=record.resumed_from)
         self.log.info("Launch %d started from step %d.", record.token, start.step)
         pulse(LAUNCHED, start.step)
+        self.board.live = True
         self.tell()
         grace = self.config.launch.stop_grace + END_MARGIN_SECS
         deadline = time.monotonic() + grace
@@ -93,6 +96,7 @@ class _Drive:
             raise
         finally:
             trainer.kill()
+            self.board.live = False
 
     def train(self, trainer: Trainer, step: int) -> None:
         while step < self.config.run.steps:
@@ -137,6 +141,7 @@ class _Drive:
 
     def tell(self) -> None:
         notify.submit(str(self.run.root), self.config.notify)
+        self.board.ask()
 
     # endings
 
@@ -241,8 +246,11 @@ def train(
     with RunLock.acquire(run, orphan_wait=checked.launch.stop_grace + END_MARGIN_SECS) as lock:
         run.stop_request.unlink(missing_ok=True)
         first = since if since is not None else max(lineage.read_launches(run), default=0) + 1
+        drive = _Drive(checked, overrides or [], replan, first, lock)
         try:
-            return _Drive(checked, overrides or [], replan, first, lock).go()
+            return drive.go()
         except Stopped as stopped:
             run.stop_request.unlink(missing_ok=True)
             return Cancelled(message=str(stopped))
+        finally:
+            drive.board.close()

@@ -1,5 +1,6 @@
 """Copy one verified checkpoint to the store, read it back, record the fact. An unreachable store never stops training."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def store_of(config: RunConfig) -> ObjectStore | None:
 
 def copy_out(run: RunDir, store: ObjectStore, name: CheckpointName, should_stop: Callable[[], bool]) -> bool:
     """True when the store holds it, read back. What cannot be cured by waiting is raised."""
+    began = time.monotonic()
     try:
         fact = push_checkpoint(run, store, name, should_stop=should_stop)
     except StoreError as error:
@@ -37,7 +39,8 @@ def copy_out(run: RunDir, store: ObjectStore, name: CheckpointName, should_stop:
             raise
         return False
     if fact.result == "good":
-        events.record(run, "pushed", step=name.step, name=str(name), url=store.url)
+        seconds = round(time.monotonic() - began, 3)
+        events.record(run, "pushed", step=name.step, name=str(name), url=store.url, seconds=seconds)
     return fact.result == "good"
 
 

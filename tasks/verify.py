@@ -1,5 +1,6 @@
 """Prove one checkpoint: read every stored byte back, decode it, compare digests, record the fact."""
 
+import time
 from typing import Any
 
 from prefect import task
@@ -14,12 +15,13 @@ from perdure.training.run_dir import CheckpointName, RunDir
 
 def prove(run: RunDir, name: CheckpointName) -> bool:
     """True when it is good; a damaged one is quarantined by the recorded fact, and the run's log says why."""
+    began = time.monotonic()
     try:
         fact = checker.check(run, name)
     except CheckpointNotFound:
         return False  # pruned meanwhile
     if fact.result == "good":
-        events.record(run, "verified", step=name.step, name=str(name))
+        events.record(run, "verified", step=name.step, name=str(name), seconds=round(time.monotonic() - began, 3))
         return True
     events.record(run, "quarantined", step=name.step, name=str(name), reason="; ".join(fact.damage[:5])[:2000])
     return False

@@ -75,6 +75,11 @@ class RunDir:
         return self.root / "slack.lock"
 
     @property
+    def flow_runs(self) -> Path:
+        """A small file per Prefect flow run that drove this run: its process, and what of it is to be closed or linked."""
+        return self.root / "flow-runs"
+
+    @property
     def upkeep_lock(self) -> Path:
         """flock of whoever deletes or rolls up checkpoints."""
         return self.root / "upkeep.lock"

@@ -1,0 +1,165 @@
+"""What Prefect's UI shows of a run, as text and plain values: the report (markdown), the table of checkpoints, the progress.
+
+Pure over what the run directory tells. Texts from elsewhere are cut, escaped and free of secrets."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perdure.tasks import charts
+from perdure.tasks.curve import Curve
+from perdure.tasks.ledger import Ledger, account
+from perdure.tasks.redact import redact
+from perdure.training import events
+from perdure.training.checkpoint import catalog, lineage
+from perdure.training.checkpoint.catalog import Listed
+from perdure.training.checkpoint.run_info import RunInfo
+from perdure.training.events import Event
+from perdure.training.run_dir import CheckpointName, RunDir
+
+MAX_CHECKPOINTS = 500
+_HAPPENED = ("failed", "stopped", "quarantined", "push_failed", "disk_full", "completed")
+_LAST_EVENTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """Everything that is shown at one moment."""
+
+    report: str
+    summary: str
+    """One line and the small picture of the loss: what the cards of the Artifacts tab show."""
+    checkpoints: list[dict[str, Any]]  # Any: JSON values
+    percent: float
+    launch: int
+
+
+def render(run: RunDir, info: RunInfo, curve: Curve, *, links: str, live: bool, now: float | None = None) -> Page:
+    now = time.time() if now is None else now
+    curve.read()
+    log, launches = list(events.read(run)), lineage.read_launches(run)
+    ends = {token: end for token in launches if (end := lineage.read_end(run, token)) is not None}
+    listed = catalog.read_catalog(run).listed
+    ledger = account(launches, ends, curve.traces, log, now=now, live=live)
+    step, launch = _step(run, curve, listed, max(launches, default=0)), max(launches, default=0)
+    points, resumed = curve.points(), [CheckpointName.parse(record.resumed_from or "") for record in launches.values()]
+    marks = [float(name.step) for name in resumed if name is not None][-50:]
+    loss = charts.data_uri(charts.line_chart(points, title="Loss by step", x_end=info.steps, marks=marks))
+    headline = _headline(info, step, launch, points, log, listed)
+    sections = [
+        links,
+        f"## {_text(info.name)}: {headline}",
+        f"![loss]({loss})" if points else "*The training code has logged no loss yet (`session.log(loss=...)`).*",
+        f"![where the time went]({charts.data_uri(_bar(ledger))})",
+        _times(ledger),
+        _happened(log),
+        f"Run `{_code(info.id)}` in `{_code(str(run.root))}`, as of {_when(now)}. "
+        "Dashed lines: where a launch went on. Pages do not refresh by themselves.",
+    ]
+    summary = headline + (f"\n\n![loss]({loss})" if points else "")
+    rows = [_row(one, info, now) for one in reversed(listed)][:MAX_CHECKPOINTS]
+    percent = round(min(100.0, 100.0 * step / info.steps), 2)
+    return Page(report="\n\n".join(sections), summary=summary, checkpoints=rows, percent=percent, launch=launch)
+
+
+def _step(run: RunDir, curve: Curve, listed: Sequence[Listed], launch: int) -> int:
+    committed = max((one.name.step for one in listed if one.in_lineage), default=0)
+    return max(committed, curve.traces[launch].last_step) if launch in curve.traces else committed
+
+
+def _headline(
+    info: RunInfo, step: int, launch: int, points: Sequence[charts.Point], log: Sequence[Event], listed: Sequence[Listed]
+) -> str:
+    loss = f", loss {points[-1][1]:.4g}" if points else ""
+    good = [one for one in listed if one.in_lineage and one.trust in ("verified", "replicated", "archived")]
+    newest = f", newest good checkpoint: step {good[-1].name.step} ({good[-1].trust})" if good else ", no good checkpoint yet"
+    last = next(
+        (event.kind for event in reversed(log) if event.kind in ("completed", "failed", "stopped", "chunk_finished")), ""
+    )
+    word = {"completed": "complete, ", "failed": "after a failure, ", "stopped": "stopped, "}.get(last, "")
+    return f"{word}step {step:,} of {info.steps:,} ({step / info.steps:.0%}), launch {launch}{loss}{newest}"
+
+
+def _bar(ledger: Ledger) -> str:
+    shown = [(name, seconds, f"{span(seconds)} ({_share(seconds, ledger)})") for name, seconds in ledger.parts.items()]
+    return charts.bar(shown, title=f"Where {span(ledger.wall)} went")
+
+
+def _times(ledger: Ledger) -> str:
+    rows = [f"| {name} | {span(seconds)} | {_share(seconds, ledger)} |" for name, seconds in ledger.parts.items() if seconds]
+    table = ["| wall time | | |", "|---|--:|--:|", *rows, f"| **all** | **{span(ledger.wall)}** | |"]
+    beside = ", ".join(f"{name} {span(seconds)}" for name, seconds in ledger.beside.items() if seconds)
+    return "\n".join(table) + (f"\n\nBeside training, costing no step: {beside}." if beside else "")
+
+
+def _share(seconds: float, ledger: Ledger) -> str:
+    return f"{seconds / ledger.wall:.1%}" if ledger.wall else ""
+
+
+def _happened(log: Sequence[Event]) -> str:
+    last = [event for event in log if event.kind in _HAPPENED][-_LAST_EVENTS:]
+    if not last:
+        return "Nothing went wrong so far."
+    rows = [
+        f"| {_when(event.time)} | {event.kind.replace('_', ' ')} | {event.data.get('step', '')} | {_said(event)} |"
+        for event in last
+    ]
+    return "\n".join(["| when | what | step | |", "|---|---|--:|---|", *rows])
+
+
+def _said(event: Event) -> str:
+    data = event.data
+    said = [data.get(key) for key in ("error_class", "detail", "reason", "error", "text", "next", "name") if data.get(key)]
+    return _text("; ".join(map(str, said)), 240)
+
+
+def _row(one: Listed, info: RunInfo, now: float) -> dict[str, Any]:  # Any: JSON values
+    """A row of the table; texts, as the UI sorts and searches them."""
+    where = "disk" + (f" and {info.store_url}" if one.trust in ("replicated", "archived") else "")
+    kind = f"increment of {one.base.step}" if one.base else "full" if one.manifest else "?"
+    created = one.manifest.created if one.manifest else None
+    return {
+        "step": one.name.step,
+        "launch": one.name.token,
+        "kind": kind,
+        "trust": one.trust if one.in_lineage else f"{one.trust}, not in the present history",
+        "size": size(one.bytes_on_disk),
+        "where": redact(where),
+        "age": span(max(0.0, now - created)) if created else "?",
+        "written": _when(created) if created else "?",
+    }
+
+
+def _text(text: str, limit: int = 120) -> str:
+    """One line that can be neither markup nor a table's border."""
+    line = " ".join(redact(text).split())
+    line = line if len(line) <= limit else line[: limit - 3] + "..."
+    return "".join("\\" + c if c in r"\`*_{}[]<>#|!~$" else c for c in line if c.isprintable())
+
+
+def _code(text: str) -> str:
+    return "".join(c for c in redact(text) if c.isprintable() and c != "`")
+
+
+def _when(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(moment))
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def span(seconds: float) -> str:
+    """A duration in its two largest units."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours, days = seconds / 60, seconds / 3600, seconds / 86400
+    if minutes < 60:
+        return f"{int(minutes)} min {int(seconds % 60)} s"
+    return f"{int(hours)} h {int(minutes % 60)} min" if hours < 48 else f"{int(days)} d {int(hours % 24)} h"
