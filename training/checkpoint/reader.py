@@ -141,11 +141,12 @@ class CheckpointReader:
         entry = self.rank_entries(rank)[path]
         if len(entry.blobs) == 1:
             return self.blob(entry, 0, rank)
-        out = self._room(entry)
+        out = self.room(entry)
         self.read_into(path, out, rank)
         return out
 
-    def _room(self, entry: IndexEntry) -> memoryview:
+    def room(self, entry: IndexEntry) -> memoryview:
+        """Memory for a whole leaf. Raises CheckpointDamaged where it claims more than there is."""
         try:
             return np.empty(entry.nbytes, np.uint8).data
         except MemoryError:
@@ -171,7 +172,7 @@ class CheckpointReader:
 
         def jobs() -> Iterator[_Job]:
             for entry in (entries[path] for path in paths):
-                whole = self._room(entry) if len(entry.blobs) > 1 else None
+                whole = self.room(entry) if len(entry.blobs) > 1 else None
                 yield from (_Job(entry, number, whole) for number in range(max(len(entry.blobs), 1)))
 
         for job, raw in in_order(read, jobs(), threads=threads, here=lambda job: job.entry.nbytes <= INLINE):

@@ -11,6 +11,7 @@ import blake3
 from perdure.training import files
 from perdure.training.checkpoint import derive
 from perdure.training.checkpoint import manifest as manifests
+from perdure.training.checkpoint.audit import Digested, bytes_digest, digest_of
 from perdure.training.checkpoint.blobs import Encoder, Leaf
 from perdure.training.checkpoint.codec import DELTA
 from perdure.training.checkpoint.increment import opened_base
@@ -22,7 +23,6 @@ from perdure.training.checkpoint.pack import (
     blobs_digest,
     decode_index,
     encode_index,
-    leaf_digest,
     state_digest,
 )
 from perdure.training.checkpoint.reader import CheckpointReader
@@ -174,20 +174,14 @@ def _used_base(entries: list[IndexEntry], base: CheckpointReader | None) -> Base
 def _same_or_refuse(folder: Path, snapshots: Sequence[SnapshotSource]) -> Manifest:
     """A saver killed after its commit is asked again: compare states, never overwrite."""
     found = manifests.read(folder)
-    if digest_of(snapshots) != found.state_digest:
+    leaves = (
+        Digested(entry.path, entry.kind, entry.dtype, entry.shape, bytes_digest(snapshot.data(entry)))
+        for snapshot in snapshots
+        for entry in snapshot.entries
+    )
+    if digest_of(leaves) != found.state_digest:
         raise CheckpointDamaged(f"{folder} is committed already, with another state; it is left as it is", part="manifest")
     return found
-
-
-def digest_of(snapshots: Sequence[SnapshotSource]) -> str:
-    """The state digest that a checkpoint of these snapshots has."""
-    entries = []
-    for snapshot in snapshots:
-        for entry in snapshot.entries:
-            leaf = Leaf(entry, snapshot.data(entry), None, None)
-            digest = leaf_digest([blake3.blake3(job.raw).digest() for job in leaf.jobs()])
-            entries.append(IndexEntry(entry.path, entry.kind, entry.dtype, entry.shape, entry.nbytes, digest, (), None))
-    return state_digest(entries)
 
 
 def _clean_up(run: RunDir, name: CheckpointName) -> None:

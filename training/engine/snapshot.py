@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from perdure.training.checkpoint.plain import unpack_plain
+from perdure.training.checkpoint.readahead import ReadAhead
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.config import changed_settings
 from perdure.training.engine import audit, environment, invariants
@@ -27,6 +29,8 @@ from perdure.training.slots import About
 
 SESSION = "perdure.session"
 """Path of the session's own plain leaf: step, loss baseline, tokens."""
+_READERS = 4
+"""Threads that decode a checkpoint, at most: training has not begun yet."""
 
 
 class Snapshots:
@@ -73,9 +77,10 @@ class Snapshots:
         return step
 
     def _load(self, name: CheckpointName) -> int:
-        with open_checkpoint(self._run.checkpoint(name)) as reader:
+        threads = min(_READERS, len(os.sched_getaffinity(0)))
+        with open_checkpoint(self._run.checkpoint(name)) as reader, ReadAhead(reader, threads) as ahead:
             self._note_exactness(reader)
-            read = _reading(reader)
+            read = _reading(reader, ahead)
             replan = bool(self._link.welcome["replan"])
             self._exact_reasons += restore(self._tracked, read, replan=replan)
             own = unpack_plain(read(SESSION).data)
@@ -188,9 +193,9 @@ def _size(tracked: Tracked) -> tuple[int, ...]:
     return tuple(len(obj.state) for obj in tracked.values() if isinstance(obj, torch.optim.Optimizer)) or (1,)
 
 
-def _reading(reader: CheckpointReader) -> Any:  # Any: engine.leaves.Read, a function of one path
+def _reading(reader: CheckpointReader, ahead: ReadAhead) -> Any:  # Any: engine.leaves.Read, a function of one path
     def read(path: str) -> LoadedLeaf:
         entry = reader.entries[path]
-        return LoadedLeaf(entry.kind, entry.dtype, tuple(entry.shape), reader.read(path))
+        return LoadedLeaf(entry.kind, entry.dtype, tuple(entry.shape), ahead.read(path))
 
     return read

@@ -1,0 +1,71 @@
+"""Reading leaf after leaf while those that follow in the index are being decoded, in whatever order they are asked for."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import NamedTuple
+
+from perdure.training.checkpoint.pack import BLOB_BYTES, IndexEntry
+from perdure.training.checkpoint.reader import CheckpointReader
+
+_AHEAD = 64 << 20
+"""Raw bytes of leaves that are decoded before they are asked for."""
+
+
+class _Coming(NamedTuple):
+    """A leaf that threads work on: its one blob, or blobs on their way into the whole."""
+
+    nbytes: int
+    blobs: list["Future[memoryview]"]
+    whole: memoryview | None
+
+
+class ReadAhead:
+    """`read` as that of the reader, which it does not close. Each leaf is best asked for once."""
+
+    def __init__(self, reader: CheckpointReader, threads: int, rank: int = 0) -> None:
+        self._reader, self._rank = reader, rank
+        self._entries = list(reader.rank_entries(rank).values())
+        self._places = {entry.path: place for place, entry in enumerate(self._entries)}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="perdure-read")
+        self._coming: dict[int, _Coming] = {}
+        self._given: set[int] = set()
+        self._ahead = 0
+
+    def read(self, path: str) -> memoryview:
+        """All bytes of a leaf. Raises KeyError where there is none, CheckpointDamaged naming it where it is damaged."""
+        place = self._places[path]
+        if self._entries[place].kind != "tensor" or place in self._given:
+            return self._reader.read(path, self._rank)
+        self._start(place)
+        coming = self._coming.pop(place)
+        self._given.add(place)
+        self._ahead -= coming.nbytes
+        for number in range(place + 1, len(self._entries)):
+            if self._ahead >= _AHEAD:
+                break
+            if number not in self._given and self._entries[number].kind == "tensor":
+                self._start(number)
+        parts = [blob.result() for blob in coming.blobs]
+        return coming.whole if coming.whole is not None else parts[0] if parts else memoryview(b"")
+
+    def _start(self, place: int) -> None:
+        if place in self._coming:
+            return
+        entry = self._entries[place]
+        whole = self._reader.room(entry) if len(entry.blobs) > 1 else None
+        blobs = [self._pool.submit(self._blob, entry, number, whole) for number in range(len(entry.blobs))]
+        self._coming[place] = _Coming(entry.nbytes, blobs, whole)
+        self._ahead += entry.nbytes
+
+    def _blob(self, entry: IndexEntry, number: int, whole: memoryview | None) -> memoryview:
+        raw = self._reader.blob(entry, number, self._rank)
+        if whole is None:
+            return raw
+        whole[number * BLOB_BYTES : number * BLOB_BYTES + len(raw)] = raw
+        return whole
+
+    def __enter__(self) -> "ReadAhead":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
