@@ -12,6 +12,7 @@ from upkeep_runs import launch, left, name, needed, prune_all, used
 
 from perdure.training import files
 from perdure.training.checkpoint import manifest as manifests
+from perdure.training.checkpoint import rollup
 from perdure.training.checkpoint.catalog import leftovers, list_checkpoints
 from perdure.training.checkpoint.codec import DELTA
 from perdure.training.checkpoint.facts import read_fact
@@ -173,9 +174,18 @@ def test_damage_in_it_or_its_base_is_refused_and_nothing_is_left(three: RunDir, 
     assert manifests.read(three.checkpoint(name(30))).base_name == name(10)
 
 
-def test_without_room_it_stays_an_increment(three: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    from perdure.training.checkpoint import rollup
+def test_what_does_not_read_back_as_the_same_state_never_takes_its_place(
+    three: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, real = files_of(three, 30), rollup.encode_blob
+    monkeypatch.setattr(rollup, "encode_blob", lambda raw, dtype, how: real(memoryview(bytes(len(raw))), dtype, how))
+    with pytest.raises(CheckpointDamaged, match="does not match its digest"):
+        rolled(three, 30)
+    assert files_of(three, 30) == before
+    assert manifests.read(three.checkpoint(name(30))).base_name == name(10)
 
+
+def test_without_room_it_stays_an_increment(three: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollup, "shortage", lambda run, raw: f"{run.root}: too little")
     with pytest.raises(DiskFull, match="stays an increment"):
         rolled(three, 30)
