@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import signal
 import sys
 import tempfile
 import time
@@ -39,7 +40,12 @@ def ask(name: str, setting: Setting, report: Report) -> None:
         report.keep(name, section)
 
 
+def _stop(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt  # a throttled disk is unmounted and children end, as on Ctrl-C
+
+
 def main() -> int:
+    signal.signal(signal.SIGTERM, _stop)
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
     parser.add_argument("--quick", action="store_true", help="tiny states, one round: does every row work?")
@@ -53,8 +59,8 @@ def main() -> int:
         setting = Setting(Path(folder), options.quick)
         what = "-".join(options.questions) or "engine"
         report = Report(setting, options.results, f"quick-{what}" if options.quick else what)
-        for name in options.questions or ENGINE:
-            with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):  # what was measured so far is the answer
+            for name in options.questions or ENGINE:
                 ask(name, setting, report)
     print(report.markdown())
     return 0

@@ -15,7 +15,7 @@ from benchmarks.state import Tracked
 from perdure.training.run_dir import CheckpointName, RunDir
 
 SECOND = CheckpointName(2, 1)
-_REPEATS = 3
+_REPEATS = 7
 Make = Callable[[list[Path], Setting], Tracked]
 
 

@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from perdure.training.process import die_with_parent
+
 Values = dict[str, Any]  # Any: JSON values
 THREADS = 2
 _LIMIT = 300.0
@@ -93,10 +95,12 @@ class Window:
         return used
 
 
-def _child(pipe: Connection, work: Callable[[Window], Values]) -> None:
+def _child(pipe: Connection, parent: int, work: Callable[[Window], Values]) -> None:
     import torch
 
     os.setsid()
+    die_with_parent(parent)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["OMP_NUM_THREADS"] = str(THREADS)
     torch.set_num_threads(THREADS)
     for stream in (1, 2):  # peers print and warn
@@ -112,7 +116,7 @@ def _child(pipe: Connection, work: Callable[[Window], Values]) -> None:
 def in_child(work: Callable[[Window], Values], limit: float = _LIMIT) -> Values:
     """What `work` returns, run in a forked process, with `peak` bytes of extra memory if it opened its window."""
     here, there = multiprocessing.get_context("fork").Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(there, work))
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(there, os.getpid(), work))
     process.start()
     there.close()
     assert process.pid is not None

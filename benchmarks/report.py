@@ -117,6 +117,7 @@ class Report:
             "versions": versions(),
             "load at start": os.getloadavg(),
             "quick": setting.quick,
+            "seconds": 0.0,
         }
 
     def keep(self, question: str, section: Section) -> None:
