@@ -212,12 +212,13 @@ def link(source: Path, target: Path) -> None:
     fsync_dir(target.parent)
 
 
-def remove(path: Path) -> None:
-    """Remove a file (fine when it is gone) and make that durable."""
+def remove(path: Path, *, durable: bool = True) -> None:
+    """Remove a file (fine when it is gone) and make that durable, or leave that to a later call on its folder."""
     fail_point("unlink", path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-        fsync_dir(path.parent)
+        if durable:
+            fsync_dir(path.parent)
 
 
 def remove_tree(path: Path) -> None:

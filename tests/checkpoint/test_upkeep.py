@@ -93,7 +93,7 @@ def test_killed_at_any_call_nothing_kept_loses_its_base_and_no_byte_stays_behind
         shutil.rmtree(chain.root)
         shutil.copytree(tmp_path / "pristine", chain.root)
     restores(chain, name(20), digest)
-    assert 30 < number < 199
+    assert 20 < number < 199
 
 
 def test_a_base_that_is_written_against_meanwhile_is_spared_then_and_afterwards(run: RunDir) -> None:

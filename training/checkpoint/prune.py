@@ -208,11 +208,12 @@ def _base_by(replaced: Path) -> CheckpointName | None:
 
 
 def _remove_folder(folder: Path) -> bool:
-    """What is left of a checkpoint, facts last: they tell a folder being deleted from one being filled."""
+    """What is left of a checkpoint, facts last: they tell one being deleted from one being filled. Durable at the end only:
+    the manifest is gone already, and what a power cut brings back is a leftover."""
     if (folder / MANIFEST).exists():
         return False
     for path in sorted(folder.iterdir()):
         if not path.name.startswith(_FACT) and not path.is_dir():
-            files.remove(path)
+            files.remove(path, durable=False)
     files.remove_tree(folder)
     return True
