@@ -1,5 +1,7 @@
 """A full disk pauses the run with a clear event; it goes on by itself when there is room, and ends with the same bits."""
 
+import contextlib
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +10,10 @@ import pytest
 from harness import Direct, Run, copy_tiny, wait_until
 
 from perdure.training import files
-from perdure.training.checkpoint.verify import verify_folder
+from perdure.training.checkpoint import facts
+from perdure.training.checkpoint.lineage import lineage
+from perdure.training.checkpoint.verify import check, verify_folder
+from perdure.training.errors import CheckpointNotFound
 
 WIDE = "params.width=60000"
 """About 15 MiB of weights and moments."""
@@ -46,4 +51,62 @@ def test_disk_full_pauses_then_goes_on_and_ends_bit_identical(small_disk: Path, 
     subprocess.run(["mount", "-o", "remount,size=400m", small_disk], check=True)
     trainer.process.wait(60)
     assert direct.end().reason == "complete"
+    assert run.digest() == reference.digest()
+
+
+def remount(folder: Path, size: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={size}", folder], check=True)
+
+
+def state_of(run: Run) -> str:
+    return str(json.loads(run.dir.progress_json.read_bytes())["state"])
+
+
+def test_too_little_room_is_found_before_the_second_step_and_training_waits_for_it(small_disk: Path, tmp_path: Path) -> None:
+    """Two checkpoints of 15 MB do not fit into 25."""
+    remount(small_disk, "25m")
+    settings = ("store.url=''", WIDE, "run.steps=20")
+    reference = Run(copy_tiny(tmp_path / "reference"), *settings)
+    assert Direct(reference).train_to_end().reason == "complete"
+    run = Run(copy_tiny(tmp_path / "tiny"), *settings, f"run.dir='{small_disk}/run'")
+    direct = Direct(run)
+    trainer = direct.launch()
+    wait_until(lambda: "disk_full" in run.kinds(), "the event disk_full")
+    wait_until(lambda: state_of(run) == "waiting for disk", "its state")
+    assert trainer.is_alive()
+    assert run.step() <= 1
+    assert run.committed() == []
+    event = next(event for event in run.events() if event["kind"] == "disk_full")
+    assert str(small_disk) in str(event["text"])
+    remount(small_disk, "400m")
+    trainer.process.wait(60)
+    assert direct.end().reason == "complete"
+    assert run.kinds().count("disk_full") == 1, "said once"
+    assert run.digest() == reference.digest()
+
+
+@pytest.mark.parametrize("full_every", [0, 20])
+def test_disk_for_three_checkpoints_is_enough_for_any_number_when_old_ones_may_go(
+    small_disk: Path, tmp_path: Path, full_every: int
+) -> None:
+    remount(small_disk, "55m")
+    settings = ("store.url=''", WIDE, "run.steps=60", "checkpoint.every=10", f"checkpoint.full_every={full_every}")
+    reference = Run(copy_tiny(tmp_path / "reference"), *settings)
+    assert Direct(reference).train_to_end().reason == "complete"
+    run = Run(copy_tiny(tmp_path / "tiny"), *settings, "retention.keep_last=1", f"run.dir='{small_disk}/run'")
+    direct = Direct(run)
+    trainer = direct.launch()
+
+    def prove_all() -> bool:
+        """What the flow does after each chunk."""
+        for name in lineage(run.dir):
+            if facts.trust(run.dir, name) == "written":
+                with contextlib.suppress(CheckpointNotFound):  # the saver has just let it go
+                    check(run.dir, name)
+        return not trainer.is_alive()
+
+    wait_until(prove_all, "the end")
+    assert direct.end().reason == "complete"
+    assert "pruned" in run.kinds()
+    assert all(verify_folder(run.dir.checkpoint(name)) == [] for name in run.committed())
     assert run.digest() == reference.digest()
