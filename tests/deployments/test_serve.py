@@ -1,0 +1,181 @@
+"""`perdure serve` and a worker of one's own: a run started through the API is executed; whatever ends serve leaves nothing."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import PERDURE, Run, children, command_line, copy_tiny, kill, wait_until
+from prefect import get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.deployments import run_deployment
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from perdure.cli.main import main
+from perdure.deployments.checks.finding import Subject
+from perdure.deployments.checks.server import check_server
+from perdure.deployments.server import ServerHome, read_record
+from perdure.training.process import ProcessId, identify
+from perdure.training.run_dir import RunDir
+
+PREFECT = str(Path(sys.executable).parent / "prefect")
+SLOW = "params.sleep=0.1"
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    """The tiny run under a name that no other test uses."""
+    toml = copy_tiny(tmp_path / "tiny")
+    toml.write_text(toml.read_text().replace('"tiny"', f'"tiny-{uuid.uuid4().hex[:8]}"'))
+    return toml
+
+
+def start(run: Run) -> Any:
+    return run_deployment(f"train/{run.config.run.name}", timeout=0, as_subflow=False)
+
+
+def states(run: Run) -> list[str]:
+    with get_client(sync_client=True) as client:
+        made = client.read_deployment_by_name(f"train/{run.config.run.name}")
+        found = client.read_flow_runs(flow_run_filter=FlowRunFilter())
+    mine = sorted((one for one in found if one.deployment_id == made.id), key=lambda one: one.created)
+    return [one.state.type.value for one in mine if one.state is not None]
+
+
+def descendants(pid: int) -> list[ProcessId]:
+    below = [child for one in children(pid) for child in (identify(one), *descendants(one))]
+    return [one for one in below if one.start]
+
+
+# a worker of the platform's
+
+
+@pytest.fixture
+def worker(prefect_api: str, toml: Path, tmp_path: Path) -> Iterator[str]:
+    """A process worker of the pool that the run is deployed to."""
+    pool = f"pool-{toml.parent.name}-{uuid.uuid4().hex[:6]}"
+    assert main(["deploy", str(toml), "--set", SLOW, "--work-pool", pool]) == 0
+    with open(tmp_path / "worker.log", "ab") as log:
+        process = subprocess.Popen([PREFECT, "worker", "start", "--pool", pool], cwd=tmp_path, stdout=log, stderr=log)
+    yield pool
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def test_run_started_through_the_api_survives_its_flow_process_and_waits_for_nothing(toml: Path, worker: str) -> None:
+    """The limit of one flow run per training run gives its place to the restart, and the doctor sees the worker."""
+    run = Run(toml, SLOW)
+    start(run)
+    wait_until(lambda: run.step() >= 12, "step 12")
+    found = {one.check: one.level for one in check_server(Subject(config=run.config))}
+    assert (found["deployment"], found["work pool"], found["worker"]) == ("ok", "ok", "ok")
+    agent = run.agent()
+    assert agent is not None
+    flow = int(Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    kill(identify(flow))
+    wait_until(lambda: states(run) == ["CRASHED", "COMPLETED"], "a crashed flow run and a completed one")
+    assert run.committed()[-1].step == 40
+    assert {"perdure.launched", "perdure.chunk"} <= events_of_deployment(run), "what the stall automation waits for"
+
+
+def events_of_deployment(run: Run) -> set[str]:
+    """Names of the events whose related resources name the run's deployment."""
+    with get_client(sync_client=True) as client:
+        made = client.read_deployment_by_name(f"train/{run.config.run.name}")
+        wanted = {
+            "event": {"prefix": ["perdure."]},
+            "related": {"id": [f"prefect.deployment.{made.id}"], "role": ["deployment"]},
+        }
+        answer = client.request("POST", "/events/filter", json={"filter": wanted, "limit": 50})
+    return {event["event"] for event in answer.json()["events"]}
+
+
+# serve
+
+
+class Serve:
+    """`perdure serve` of a run, its processes, and what it printed."""
+
+    def __init__(self, run: Run, environment: dict[str, str]) -> None:
+        self.run, self.log = run, run.toml.parent / "serve.log"
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [*PERDURE, "serve", str(run.toml), "--set", SLOW],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def wait_until_serving(self) -> None:
+        def serving() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            return any("prefect worker start" in command_line(one.pid) for one in descendants(self.process.pid))
+
+        wait_until(serving, "a worker")
+
+    def train(self) -> list[ProcessId]:
+        """Start a flow run and let it train; every process there is then, beside the server's."""
+        start(self.run)
+        wait_until(lambda: self.run.step() >= 12, "step 12")
+        return descendants(self.process.pid)
+
+
+@contextlib.contextmanager
+def serving(run: Run, environment: dict[str, str]) -> Iterator[Serve]:
+    serve = Serve(run, environment)
+    try:
+        serve.wait_until_serving()
+        yield serve
+    finally:
+        if serve.process.poll() is None:
+            serve.process.kill()
+        serve.process.wait()
+
+
+def test_ctrl_c_saves_the_step_and_ends_every_process_and_no_flow_run_follows(prefect_api: str, toml: Path) -> None:
+    run = Run(toml, SLOW)
+    with serving(run, dict(os.environ)) as serve:
+        seen = serve.train()
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.process.wait(60) == 0
+        assert not [one for one in seen if one.is_alive()]
+    assert states(run) == ["CANCELLED"]
+    assert run.committed()[-1].step >= 12
+    assert not run.dir.stop_request.exists()
+    assert prefect_api in serve.log.read_text()
+
+
+def test_serve_killed_outright_leaves_no_process_and_no_server(toml: Path) -> None:
+    """With a server of its own, which goes with it."""
+    run = Run(toml, SLOW)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+    with serving(run, environment) as serve:
+        record = read_record(ServerHome.beside(RunDir(run.config.run_dir)))
+        assert record is not None
+        with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{record.port}/api"}):
+            seen = serve.train()
+        assert f"http://127.0.0.1:{record.port}/" in serve.log.read_text()
+        serve.process.kill()
+        wait_until(lambda: not any(one.is_alive() for one in seen), "nothing alive", 60)
+        wait_until(lambda: not record.server.is_alive(), "the server is gone", 60)
+    assert run.committed()[-1].step >= 12
+
+
+def test_run_that_is_deployed_elsewhere_is_not_taken_over(prefect_api: str, toml: Path) -> None:
+    assert main(["deploy", str(toml), "--work-pool", "gpus"]) == 0
+    command = [*PERDURE, "serve", str(toml)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert "deployed to work pool gpus" in done.stderr
