@@ -176,6 +176,7 @@ WRONG: dict[str, tuple[Any, str, int]] = {  # Any: a layout; dtype, raw bytes
     "no words": ((EXPONENT, ((RAW, 256), (RAW, 256), (RAW, 511))), "float32", 1023),
     "fill of a small blob": ((FILL, ((RAW, 4),)), "float32", 100),
     "fill of the wrong size": ((FILL, ((RAW, 8),)), "float32", 1024),
+    "fill of another kind": ((FILL, ((ZSTD, 4),)), "float32", 1024),
     "fill that does not divide": ((FILL, ((RAW, 4),)), "float32", 1023),
     "unknown method": ((WHOLE, ((3, 1024),)), "float32", 1024),
     "constant of nothing": ((WHOLE, ((CONSTANT, 1),)), "float32", 0),

@@ -179,7 +179,7 @@ def decode_blob(stored: memoryview, layout: Layout, dtype: str, raw_len: int, ba
     if not _is_possible(transform, len(planes), width, dtype, raw_len) or sum(length for _, length in planes) != len(stored):
         raise ValueError("layout does not fit type and size")
     if transform == FILL:
-        return _decode_fill(stored, ITEM_SIZES[dtype], raw_len)
+        return _decode_fill(stored, planes[0], ITEM_SIZES[dtype], raw_len)
     count = raw_len // width
     sizes = [count, count, count * (width - 2)] if transform == EXPONENT else [count] * width
     found, offset = [], 0
@@ -213,9 +213,9 @@ def _is_possible(transform: int, planes: int, width: int, dtype: str, size: int)
     }.get(transform, False)
 
 
-def _decode_fill(stored: memoryview, item: int, size: int) -> memoryview:
-    if len(stored) != item:
-        raise ValueError("a repeated element of the wrong size")
+def _decode_fill(stored: memoryview, plane: Plane, item: int, size: int) -> memoryview:
+    if plane != (RAW, item):
+        raise ValueError("a repeated element of the wrong size or kind")
     return np.tile(np.frombuffer(stored, np.uint8), size // item).data
 
 
