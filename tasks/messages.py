@@ -148,8 +148,16 @@ def _push_failed(view: View, data: _Data, at: float) -> Card | None:
 
 
 def _quarantined(view: View, data: _Data, at: float) -> Card:
-    facts = (("Damage", str(data.get("reason", "?"))), ("Next", "an older checkpoint that verifies is used instead"))
+    following = str(data.get("next", "an older checkpoint that verifies is used instead"))
+    facts = (("Damage", str(data.get("reason", "?"))), ("Next", following))
     return Card(title=f"Checkpoint {data.get('name', '?')} is damaged and quarantined", facts=facts, page=True)
+
+
+def _repaired(view: View, data: _Data, at: float) -> Card:
+    facts = (("Damage", str(data.get("reason", "?"))), ("Next", "nothing; it was read back and is good again"))
+    return Card(
+        title=f"Checkpoint {data.get('name', '?')}: its {data.get('copy', '?')} copy was rotten and is repaired", facts=facts
+    )
 
 
 def _failed(view: View, data: _Data, at: float) -> Card:
@@ -195,6 +203,7 @@ def _said(title: str, key: str, *, page: bool = False) -> Any:  # Any: a handler
 _HANDLERS: dict[str, Any] = {  # Any: handlers as above, (view, data, time) -> Card or None
     "run_created": _created, "launch_started": _launched, "recovered": _recovered, "chunk_finished": _chunk,
     "verified": _verified, "pushed": _pushed, "push_failed": _push_failed, "quarantined": _quarantined, "failed": _failed,
+    "repaired": _repaired,
     "stopped": _stopped, "completed": _completed, "notice": _noticed,
     "disk_full": _said("Disk full", "text", page=True),
     "save_failed": _said("The checkpoint of step {step} could not be written; trying again", "error"),

@@ -204,6 +204,13 @@ def append(path: Path, data: bytes, *, durable: bool = False) -> None:
         os.close(fd)
 
 
+def replace(source: Path, target: Path) -> None:
+    """Put a durable file in the place of another, durably; a reader of the old one keeps what it has open."""
+    fail_point("rename", target)
+    os.replace(source, target)
+    fsync_dir(target.parent)
+
+
 def link(source: Path, target: Path) -> None:
     """Give a file a second name (fine when it has it), durably."""
     fail_point("link", target)

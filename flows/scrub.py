@@ -1,0 +1,26 @@
+"""The scrub flow, by default nightly: within a week everything stored is read again, and rot repaired from the other copy."""
+
+from typing import Any
+
+from prefect import flow
+
+from perdure.tasks.scrub import scrub as scrub_run
+from perdure.training.config import load_config
+from perdure.training.errors import CheckpointDamaged
+
+
+@flow(name="scrub", retries=0)
+def scrub(
+    config: str, overrides: list[str] | None = None, budget: str = "15%", dry_run: bool = False
+) -> dict[str, Any]:  # Any: JSON values
+    """Read a share of everything the run of the run.toml at `config` has stored, longest-unchecked first.
+
+    `budget`: bytes (20GB) or a share (15%). Fails when a checkpoint is damaged and nothing could repair it."""
+    checked = load_config(config, overrides or [])
+    done: dict[str, Any] = scrub_run(checked, budget, dry_run)
+    if done["damaged"]:
+        raise CheckpointDamaged(
+            f"{checked.run_dir}: {done['damaged']} copies are damaged beyond repair and quarantined",
+            hint="see `perdure ls`; the newest good checkpoint is used to go on",
+        )
+    return done

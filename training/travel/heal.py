@@ -1,0 +1,112 @@
+"""Repair of one checkpoint from its other copy: file by file where both say the same, whole where they do not.
+
+The good copy is only read. A damaged file is replaced whole, by bytes proven beforehand; a fact says good only after the
+repaired copy was read back."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from perdure.training import files
+from perdure.training.checkpoint import facts, verify
+from perdure.training.checkpoint.facts import Fact
+from perdure.training.checkpoint.hold import hold
+from perdure.training.checkpoint.manifest import Manifest
+from perdure.training.checkpoint.upkeep import try_upkeep
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ObjectNotFound, StoreConflict
+from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
+from perdure.training.storage.store import ObjectStore
+from perdure.training.travel.copies import Local, State, entries_of
+from perdure.training.travel.digest import Proof
+from perdure.training.travel.pull import pull
+from perdure.training.travel.push import CHECK_KEY, push
+
+_MOST, _LONGEST = 20, 300
+"""Damages a fact tells, and characters of each."""
+
+
+def mend_local(run: RunDir, store: ObjectStore, name: CheckpointName, local: State, stored: State) -> str:
+    """Bring what is damaged here back from the store. "" when the copy proved good afterwards, else why it is not."""
+    with _ours(run) as ours:
+        if not ours:
+            return "other upkeep works on this run's checkpoints: left for the next scrub"
+        try:
+            if local.manifest and stored.manifest and local.manifest.digest == stored.manifest.digest:
+                if common := sorted(set(local.bad) & set(stored.bad)):
+                    return f"both copies of {', '.join(common)} are damaged"
+                _fetch(run, store, local.manifest, local)
+            elif stored.good:
+                pull(store, run, name=name)
+            else:
+                return "the store's copy is damaged too"
+            fact = verify.check(run, name)
+        except (CheckpointDamaged, CheckpointNotFound, ObjectNotFound) as error:
+            return str(error)
+    return "" if fact.result == "good" else "; ".join(fact.damage)
+
+
+@contextlib.contextmanager
+def _ours(run: RunDir) -> Iterator[bool]:
+    """No prune and no roll-up replaces the checkpoint while we do."""
+    with try_upkeep(run) as ours:
+        yield ours
+
+
+def _fetch(run: RunDir, store: ObjectStore, found: Manifest, local: State) -> None:
+    """Indexes first: they say what the packs must hold."""
+    for part in (1, 0):
+        for rank in range(len(found.files) // 2):
+            record = found.files[2 * rank + part]
+            if record.name not in local.bad:
+                continue
+            path = run.checkpoint(found.name) / record.name
+            proof = Proof(record, None if part else entries_of(Local(run), found, rank))
+            if not part and proof.local(path):
+                continue  # it could only not be judged
+            arrived = files.temporary_name(path)
+            try:
+                with hold(path.parent):
+                    store.get_file(RunDir.checkpoint_key(found.name, record.name), arrived, size=record.bytes)
+                    if not proof.local(arrived):
+                        raise CheckpointDamaged(f"{store.url}: {record.name} of {found.name} is damaged too", part="pack")
+                    files.replace(arrived, path)
+            finally:
+                arrived.unlink(missing_ok=True)
+
+
+def mend_stored(run: RunDir, store: ObjectStore, name: CheckpointName, local: State, stored: State) -> str:
+    """Push the good local copy again, which reads everything back. "" when that went well, else why not."""
+    if stored.manifest and local.manifest and stored.manifest.base is None and local.manifest.base is not None:
+        return f"the store holds a rolled-up {name}, here it is still an increment: `perdure rollup {run.root}`, then push"
+    try:
+        push(run, store, name)
+    except (CheckpointDamaged, CheckpointNotFound, StoreConflict) as error:
+        return str(error)
+    return ""
+
+
+def record_local(run: RunDir, name: CheckpointName, problems: list[str]) -> None:
+    """What was found of the copy here, unless it was deleted meanwhile."""
+    if run.manifest(name).exists():
+        facts.write_fact(run, name, _fact("local", problems, str(name)))
+
+
+def record_stored(run: RunDir, store: ObjectStore, name: CheckpointName, problems: list[str]) -> None:
+    """In the store for whoever has nothing else, and here where there is a copy too."""
+    fact = _fact("store", problems, store.url)
+    store.put(RunDir.checkpoint_key(name, CHECK_KEY), msgspec.json.encode(fact))
+    if run.manifest(name).exists():
+        facts.write_fact(run, name, fact)
+
+
+def _fact(copy: str, problems: list[str], location: str) -> Fact:
+    told = tuple(problem[:_LONGEST] for problem in problems[:_MOST])
+    result = "damaged" if problems else "good"
+    return Fact(copy=copy, checked_at=time.time(), result=result, damage=told, location=location)
+
+
+def told(state: State) -> list[str]:
+    """What is wrong with a copy, the manifest first."""
+    return [problem for file, problem in sorted(state.bad.items(), key=lambda item: (item[0] != MANIFEST, item[0]))]
