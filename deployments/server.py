@@ -225,9 +225,10 @@ def _spawn_supervisor(home: ServerHome, port: int) -> None:
     """Returns when the supervisor has its lock and lives on its own, in its own session."""
     command = [sys.executable, "-m", "perdure.deployments.supervisor", str(home.root), str(port)]
     home.log.unlink(missing_ok=True)
+    environment = _server_environment(home) | {"PREFECT_UI_API_URL": _api_url(port)}  # its pages would ask port 4200
     with files.open_private(home.log) as log:
         subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_server_environment(home), check=False, cwd=home.root
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, check=False, cwd=home.root
         )  # fmt: skip
 
 

@@ -126,7 +126,7 @@ class Board:
         shown = page.render(self.run, info, self._curve, links=self._links(self.id), live=self.live)
         self._tag(client, info.id, shown.launch)
         key = _slug(info.id)
-        self._put(client, "progress", f"progress-{key}", shown.percent, shown.summary)
+        self._put(client, "progress", f"progress-{key}", shown.percent, shown.card)
         self._put(client, "markdown", f"report-{key}", shown.report, shown.summary)
         self._put(
             client, "table", f"checkpoints-{key}", shown.checkpoints, f"{len(shown.checkpoints)} checkpoints, newest first"

@@ -32,7 +32,7 @@ def line_chart(points: Sequence[Point], *, title: str, x_end: float, marks: Sequ
         return round(bottom - (bottom - _TOP) * (y - low) / (high - low), 1)
 
     parts = [_text(_LEFT, 18, title + (" (logarithmic)" if logarithmic else ""), bold=True)]
-    for y in _ticks(low, high, 5):
+    for y in _decades(low, high) if logarithmic else _ticks(low, high, 5):
         parts.append(f'<path d="M{_LEFT} {y_of(y)}H{right}" stroke="{_FAINT}"/>')
         parts.append(_text(_LEFT - 6, y_of(y) + 4, _number(10**y if logarithmic else y), anchor="end"))
     for x in _ticks(0, x_end, 6):
@@ -77,6 +77,13 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(span))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= span)
     return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """Logarithms of 1, 2, 5, 10, 20, ...; of powers of ten alone where those would be too many."""
+    factors = (1, 2, 5) if high - low < 2 else (1,)
+    found = [power + math.log10(f) for power in range(math.floor(low), math.ceil(high) + 1) for f in factors]
+    return [tick for tick in found if low <= tick <= high]
 
 
 def _number(value: float) -> str:

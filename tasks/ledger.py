@@ -13,7 +13,7 @@ from perdure.training.events import Event
 from perdure.training.run_dir import CheckpointName
 
 TRAINING, AGAIN, SLOT, LEASE = "training", "trained again after a death", "waiting for a slot", "waiting for a lease"
-STARTING, LEAVING, RESTARTING, STOPPED = "starting up", "saving and leaving", "down and restarting", "stopped by somebody"
+STARTING, LEAVING, RESTARTING, STOPPED = "starting up", "saving and leaving", "down and restarting", "stopped or preempted"
 PARTS = (TRAINING, AGAIN, SLOT, LEASE, STARTING, LEAVING, RESTARTING, STOPPED)
 BESIDE = {"checkpoint_committed": "saving", "verified": "verifying", "pushed": "pushing"}
 _WAITS = {"waiting_for_slot": SLOT, "waiting_for_lease": LEASE}
@@ -60,7 +60,9 @@ def account(
         again = max(0, traces[token].last_step - resumed[following]) if following in resumed and token in traces else 0
         _divide(ledger, begin, at, traces.get(token, Trace()), of_launch[token], again)
         end = ends.get(token)
-        pause = {"stopped": STOPPED, "complete": LEAVING}.get(end.reason if end else "", RESTARTING)
+        pause = LEAVING if end and end.reason == "complete" else RESTARTING
+        if any(event.kind == "stopped" for event in of_launch[token]):  # said by a flow that lived to say it
+            pause = STOPPED
     ledger.parts[pause] += ledger.ended - at
     for event in log:
         if event.kind in BESIDE:

@@ -29,7 +29,9 @@ class Page:
 
     report: str
     summary: str
-    """One line and the small picture of the loss: what the cards of the Artifacts tab show."""
+    """The headline."""
+    card: str
+    """Where the run stands and the small picture of the loss, for a card of the Artifacts tab."""
     checkpoints: list[dict[str, Any]]  # Any: JSON values
     percent: float
     launch: int
@@ -57,10 +59,12 @@ def render(run: RunDir, info: RunInfo, curve: Curve, *, links: str, live: bool, 
         f"Run `{_code(info.id)}` in `{_code(str(run.root))}`, as of {_when(now)}. "
         "Dashed lines: where a launch went on. Pages do not refresh by themselves.",
     ]
-    summary = headline + (f"\n\n![loss]({loss})" if points else "")
+    card = f"{step:,} of {info.steps:,} steps ({step / info.steps:.0%})\n\n{headline}" + (
+        f"\n\n![loss]({loss})" if points else ""
+    )
     rows = [_row(one, info, now) for one in reversed(listed)][:MAX_CHECKPOINTS]
     percent = round(min(100.0, 100.0 * step / info.steps), 2)
-    return Page(report="\n\n".join(sections), summary=summary, checkpoints=rows, percent=percent, launch=launch)
+    return Page(report="\n\n".join(sections), summary=headline, card=card, checkpoints=rows, percent=percent, launch=launch)
 
 
 def _step(run: RunDir, curve: Curve, listed: Sequence[Listed], launch: int) -> int:
@@ -71,7 +75,9 @@ def _step(run: RunDir, curve: Curve, listed: Sequence[Listed], launch: int) -> i
 def _headline(
     info: RunInfo, step: int, launch: int, points: Sequence[charts.Point], log: Sequence[Event], listed: Sequence[Listed]
 ) -> str:
-    loss = f", loss {points[-1][1]:.4g}" if points else ""
+    chunks = [event.data["loss"] for event in log if event.kind == "chunk_finished" and event.data.get("loss") is not None]
+    value = chunks[-1] if chunks else points[-1][1] if points else None
+    loss = f", loss {value:.4g}" if isinstance(value, (int, float)) else ""
     good = [one for one in listed if one.in_lineage and one.trust in ("verified", "replicated", "archived")]
     newest = f", newest good checkpoint: step {good[-1].name.step} ({good[-1].trust})" if good else ", no good checkpoint yet"
     last = next(
