@@ -98,8 +98,8 @@ def _follow(served: Served, watcher: watch.Watcher, signals: _Signals) -> int:
         watcher.look()
         if signals.count > passed_on:
             watcher.say("stopping: saving the current step first" if not passed_on else "stopping at once")
+            served.stop(at_once=passed_on > 0)
             passed_on = signals.count
-            served.stop()
         time.sleep(POLL_SECS)
     if served.status and not passed_on:
         raise server.ServerFailed(f"the Prefect worker ended with status {served.status}", f"see {served.log}")

@@ -27,37 +27,39 @@ REASON = "perdure serve was stopped"
 class Keeper:
     def __init__(self, run: RunDir, pool: str, grace: float) -> None:
         self.run, self.grace = run, grace
-        self.signals = 0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        self.asked = self.hurried = False
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, self._on_signal)
         adopt_orphans()
         self.worker = _start(pool)
 
-    def _on_signal(self, *_: object) -> None:
-        self.signals += 1
+    def _on_signal(self, number: int, _: object) -> None:
+        """SIGTERM may come once for each thread of a parent that dies: only SIGINT means at once."""
+        self.asked = True
+        self.hurried = self.hurried or number == signal.SIGINT
 
     def go(self) -> int:
         """Until the worker has ended by itself (its status) or was told to (0)."""
-        while self.worker.poll() is None and not self.signals:
+        while self.worker.poll() is None and not self.asked:
             time.sleep(POLL_SECS)
-        status = 0 if self.signals else int(self.worker.returncode or 1)
+        status = 0 if self.asked else int(self.worker.returncode or 1)
         self.end()
         return status
 
     def end(self) -> None:
-        """Save first; a second signal, or the end of the grace, kills. The worker goes last: it kills what it runs."""
+        """Save first; SIGINT, or the end of the grace, kills. The worker goes last: it kills what it runs."""
         deadline = time.monotonic() + self.grace
-        asked = False
-        while time.monotonic() < deadline and self.signals < 2 and (self._works() or self._trains()):
-            asked = self._ask_to_stop() or asked
+        wrote = False
+        while time.monotonic() < deadline and not self.hurried and (self._works() or self._trains()):
+            wrote = self._ask_to_stop() or wrote
             time.sleep(POLL_SECS)
         self.worker.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.worker.wait(WORKER_SECS if self.signals < 2 else 0)
+            self.worker.wait(0 if self.hurried else WORKER_SECS)
         self.worker.kill()
         self.worker.wait()
         end_all()
-        if asked:  # or it would stop the next start
+        if wrote:  # or it would stop the next start
             files.remove(self.run.stop_request)
 
     def _works(self) -> bool:

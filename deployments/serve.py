@@ -2,6 +2,7 @@
 this process, nothing of it stays."""
 
 import os
+import signal
 import subprocess
 import sys
 from types import TracebackType
@@ -42,10 +43,10 @@ class Served:
         """None while it works."""
         return self.keeper.poll()
 
-    def stop(self) -> None:
-        """Once: save and stop. Again: at once."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """Save and stop; with `at_once` without saving."""
         if self.status is None:
-            self.keeper.terminate()
+            self.keeper.send_signal(signal.SIGINT if at_once else signal.SIGTERM)
 
     def __enter__(self) -> "Served":
         return self

@@ -60,10 +60,13 @@ def existing_verbs() -> list[str]:
 
 
 def load_flow(verb: str) -> "Flow[..., Any]":  # Any: flows return different things
-    """The flow object that the verb's entry point names."""
+    """The flow object that the verb's entry point names. Raises TableDamaged when that is none."""
+    from prefect import Flow
     from prefect.utilities.importtools import import_object
 
-    flow: Flow[..., Any] = import_object(table()[verb]["entrypoint"])
+    flow = import_object(table()[verb]["entrypoint"])
+    if not isinstance(flow, Flow):
+        raise TableDamaged(f"{PREFECT_YAML}: {table()[verb]['entrypoint']} is not a flow")
     return flow
 
 

@@ -1,10 +1,9 @@
-"""`perdure serve` and a worker of one's own: a run started through the API is executed; whatever ends serve leaves nothing."""
+"""`perdure serve`: a run started through the API is executed by a process worker; whatever ends serve leaves nothing."""
 
 import contextlib
 import os
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +23,7 @@ from perdure.deployments.server import ServerHome, read_record
 from perdure.training.process import ProcessId, identify
 from perdure.training.run_dir import RunDir
 
-PREFECT = str(Path(sys.executable).parent / "prefect")
-SLOW = "params.sleep=0.1"
+SLOW = "params.sleep=0.3"
 
 
 @pytest.fixture
@@ -53,41 +51,6 @@ def descendants(pid: int) -> list[ProcessId]:
     return [one for one in below if one.start]
 
 
-# a worker of the platform's
-
-
-@pytest.fixture
-def worker(prefect_api: str, toml: Path, tmp_path: Path) -> Iterator[str]:
-    """A process worker of the pool that the run is deployed to."""
-    pool = f"pool-{toml.parent.name}-{uuid.uuid4().hex[:6]}"
-    assert main(["deploy", str(toml), "--set", SLOW, "--work-pool", pool]) == 0
-    with open(tmp_path / "worker.log", "ab") as log:
-        process = subprocess.Popen([PREFECT, "worker", "start", "--pool", pool], cwd=tmp_path, stdout=log, stderr=log)
-    yield pool
-    process.terminate()
-    try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def test_run_started_through_the_api_survives_its_flow_process_and_waits_for_nothing(toml: Path, worker: str) -> None:
-    """The limit of one flow run per training run gives its place to the restart, and the doctor sees the worker."""
-    run = Run(toml, SLOW)
-    start(run)
-    wait_until(lambda: run.step() >= 12, "step 12")
-    found = {one.check: one.level for one in check_server(Subject(config=run.config))}
-    assert (found["deployment"], found["work pool"], found["worker"]) == ("ok", "ok", "ok")
-    agent = run.agent()
-    assert agent is not None
-    flow = int(Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[1])
-    kill(identify(flow))
-    wait_until(lambda: states(run) == ["CRASHED", "COMPLETED"], "a crashed flow run and a completed one")
-    assert run.committed()[-1].step == 40
-    assert {"perdure.launched", "perdure.chunk"} <= events_of_deployment(run), "what the stall automation waits for"
-
-
 def events_of_deployment(run: Run) -> set[str]:
     """Names of the events whose related resources name the run's deployment."""
     with get_client(sync_client=True) as client:
@@ -98,9 +61,6 @@ def events_of_deployment(run: Run) -> set[str]:
         }
         answer = client.request("POST", "/events/filter", json={"filter": wanted, "limit": 50})
     return {event["event"] for event in answer.json()["events"]}
-
-
-# serve
 
 
 class Serve:
@@ -144,17 +104,31 @@ def serving(run: Run, environment: dict[str, str]) -> Iterator[Serve]:
         serve.process.wait()
 
 
-def test_ctrl_c_saves_the_step_and_ends_every_process_and_no_flow_run_follows(prefect_api: str, toml: Path) -> None:
+def test_flow_process_killed_is_followed_at_once_and_ctrl_c_saves_and_ends_all(prefect_api: str, toml: Path) -> None:
+    """The limit of one flow run per training run gives its place to the restart; after Ctrl-C nothing follows."""
     run = Run(toml, SLOW)
     with serving(run, dict(os.environ)) as serve:
-        seen = serve.train()
+        serve.train()
+        found = {one.check: one.level for one in check_server(Subject(config=run.config))}
+        assert (found["deployment"], found["work pool"], found["worker"]) == ("ok", "ok", "ok")
+        kill(flow_process(run))
+        wait_until(lambda: states(run) == ["CRASHED", "RUNNING"] and run.step() >= 21, "a second flow run trains")
+        seen = descendants(serve.process.pid)
         serve.process.send_signal(signal.SIGINT)
         assert serve.process.wait(60) == 0
         assert not [one for one in seen if one.is_alive()]
-    assert states(run) == ["CANCELLED"]
-    assert run.committed()[-1].step >= 12
+    assert states(run) == ["CRASHED", "CANCELLED"]
+    assert run.committed()[-1].step >= 21
     assert not run.dir.stop_request.exists()
     assert prefect_api in serve.log.read_text()
+    assert events_of_deployment(run) == {"perdure.launched", "perdure.chunk"}, "what the stall automation waits for"
+
+
+def flow_process(run: Run) -> ProcessId:
+    """The agent's parent."""
+    agent = run.agent()
+    assert agent is not None
+    return identify(int(Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[1]))
 
 
 def test_serve_killed_outright_leaves_no_process_and_no_server(toml: Path) -> None:
