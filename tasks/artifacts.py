@@ -2,6 +2,7 @@
 
 From a thread of its own with its own short patience: a server that fails or hangs is noted once and never holds training up."""
 
+import contextlib
 import contextvars
 import re
 import threading
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 from uuid import UUID
 
 import httpx
+import msgspec
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.exceptions import PrefectException
@@ -41,7 +43,10 @@ class Board:
         # Any: Logger or LoggerAdapter
         self.config, self.overrides, self.id, self.tags, self.logger = config, overrides, flow_run_id, tags, logger
         self.run = RunDir(config.run_dir)
-        self.record: FlowRunRecord | None = flow_runs.enter(self.run, flow_run_id) if flow_run_id else None
+        self.record: FlowRunRecord | None = None
+        if flow_run_id:
+            with contextlib.suppress(OSError):  # a full disk: a run without a picture
+                self.record = flow_runs.enter(self.run, flow_run_id)
         self.live = False
         """A launch is under way."""
         self.min_secs = MIN_SECS
@@ -66,7 +71,8 @@ class Board:
         if self.record is not None:
             self._thread.join(_ENDING_SECS)
             self.record.ended = time.time()
-            flow_runs.write(self.run, self.record)
+            with contextlib.suppress(OSError):
+                flow_runs.write(self.run, self.record)
 
     def _work(self) -> None:
         background.yield_to_training()
@@ -122,15 +128,15 @@ class Board:
         return "Flow runs of this run: " + (" ... " if len(shown) > 20 else "") + " · ".join(shown[-20:])
 
     def _show(self, client: SyncPrefectClient) -> None:
-        info = read_run_info(self.run)
+        if not self.run.run_json.exists():
+            return  # still being brought back from the store
+        info = msgspec.structs.replace(read_run_info(self.run), steps=self.config.run.steps)  # it may have grown since
         shown = page.render(self.run, info, self._curve, links=self._links(self.id), live=self.live)
         self._tag(client, info.id, shown.launch)
         key = _slug(info.id)
         self._put(client, "progress", f"progress-{key}", shown.percent, shown.card)
         self._put(client, "markdown", f"report-{key}", shown.report, shown.summary)
-        self._put(
-            client, "table", f"checkpoints-{key}", shown.checkpoints, f"{len(shown.checkpoints)} checkpoints, newest first"
-        )
+        self._put(client, "table", f"checkpoints-{key}", shown.checkpoints, shown.about_checkpoints)
 
     def _tag(self, client: SyncPrefectClient, run_id: str, launch: int) -> None:
         wanted = [f"run:{self.config.run.name}", f"id:{run_id}"] + [f"launch:{launch}"] * (launch > 0)

@@ -3,7 +3,7 @@
 Pure over what the run directory tells. Texts from elsewhere are cut, escaped and free of secrets."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from perdure.tasks.redact import redact
 from perdure.training import events
 from perdure.training.checkpoint import catalog, lineage
 from perdure.training.checkpoint.catalog import Listed
+from perdure.training.checkpoint.lineage import LaunchRecord
 from perdure.training.checkpoint.run_info import RunInfo
 from perdure.training.events import Event
 from perdure.training.run_dir import CheckpointName, RunDir
@@ -21,6 +22,7 @@ from perdure.training.run_dir import CheckpointName, RunDir
 MAX_CHECKPOINTS = 500
 _HAPPENED = ("failed", "stopped", "quarantined", "push_failed", "disk_full", "completed")
 _LAST_EVENTS = 8
+_MARKS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,57 +31,69 @@ class Page:
 
     report: str
     summary: str
-    """The headline."""
+    """One short line: a card has room for forty characters."""
     card: str
-    """Where the run stands and the small picture of the loss, for a card of the Artifacts tab."""
+    """The same, the headline and the picture of the loss."""
     checkpoints: list[dict[str, Any]]  # Any: JSON values
+    about_checkpoints: str
     percent: float
     launch: int
 
 
 def render(run: RunDir, info: RunInfo, curve: Curve, *, links: str, live: bool, now: float | None = None) -> Page:
+    """`links` is the report's first line, by which another flow run can replace it later."""
     now = time.time() if now is None else now
     curve.read()
-    log, launches = list(events.read(run)), lineage.read_launches(run)
+    log, launches, listed = list(events.read(run)), lineage.read_launches(run), catalog.read_catalog(run).listed
     ends = {token: end for token in launches if (end := lineage.read_end(run, token)) is not None}
-    listed = catalog.read_catalog(run).listed
-    ledger = account(launches, ends, curve.traces, log, now=now, live=live)
-    step, launch = _step(run, curve, listed, max(launches, default=0)), max(launches, default=0)
-    points, resumed = curve.points(), [CheckpointName.parse(record.resumed_from or "") for record in launches.values()]
-    marks = [float(name.step) for name in resumed if name is not None][-50:]
-    loss = charts.data_uri(charts.line_chart(points, title="Loss by step", x_end=info.steps, marks=marks))
-    headline = _headline(info, step, launch, points, log, listed)
+    launch = max(launches, default=0)
+    step = _step(curve, listed, launch)
+    headline = _headline(info, step, launch, curve, log, listed)
+    loss = _loss(info, curve, launches)
+    summary = f"{step:,} of {info.steps:,} steps ({step / info.steps:.0%})"
     sections = [
         links,
-        f"## {_text(info.name)}: {headline}",
-        f"![loss]({loss})" if points else "*The training code has logged no loss yet (`session.log(loss=...)`).*",
-        f"![where the time went]({charts.data_uri(_bar(ledger))})",
-        _times(ledger),
+        f"## {_text(info.name)}",
+        headline,
+        loss or "*The training code has logged no loss yet (`session.log(loss=...)`).*",
+        *_times(account(launches, ends, curve.traces, log, now=now, live=live)),
         _happened(log),
         f"Run `{_code(info.id)}` in `{_code(str(run.root))}`, as of {_when(now)}. "
-        "Dashed lines: where a launch went on. Pages do not refresh by themselves.",
+        "Dashed lines: where a launch went on. Reload the page to see what is new.",
     ]
-    card = f"{step:,} of {info.steps:,} steps ({step / info.steps:.0%})\n\n{headline}" + (
-        f"\n\n![loss]({loss})" if points else ""
+    stored = f", store: {redact(info.store_url)}" if info.store_url else ""
+    return Page(
+        report="\n\n".join(sections),
+        summary=summary,
+        card="\n\n".join([summary, headline, *([loss] if loss else [])]),
+        checkpoints=[_row(one, now) for one in reversed(listed)][:MAX_CHECKPOINTS],
+        about_checkpoints=f"{len(listed)} checkpoints, newest first, as of {_when(now)}{stored}",
+        percent=round(min(100.0, 100.0 * step / info.steps), 2),
+        launch=launch,
     )
-    rows = [_row(one, info, now) for one in reversed(listed)][:MAX_CHECKPOINTS]
-    percent = round(min(100.0, 100.0 * step / info.steps), 2)
-    return Page(report="\n\n".join(sections), summary=headline, card=card, checkpoints=rows, percent=percent, launch=launch)
 
 
-def _step(run: RunDir, curve: Curve, listed: Sequence[Listed], launch: int) -> int:
+def _loss(info: RunInfo, curve: Curve, launches: Mapping[int, LaunchRecord]) -> str:
+    """The picture as markdown; empty when there is nothing to draw."""
+    points = curve.points()
+    resumed = [CheckpointName.parse(record.resumed_from or "") for record in launches.values()]
+    marks = [float(name.step) for name in resumed if name is not None][-_MARKS:]
+    chart = charts.line_chart(points, title="Loss by step", x_end=info.steps, marks=marks)
+    return f"![loss]({charts.data_uri(chart)})" if points else ""
+
+
+def _step(curve: Curve, listed: Sequence[Listed], launch: int) -> int:
     committed = max((one.name.step for one in listed if one.in_lineage), default=0)
     return max(committed, curve.traces[launch].last_step) if launch in curve.traces else committed
 
 
-def _headline(
-    info: RunInfo, step: int, launch: int, points: Sequence[charts.Point], log: Sequence[Event], listed: Sequence[Listed]
-) -> str:
+def _headline(info: RunInfo, step: int, launch: int, curve: Curve, log: Sequence[Event], listed: Sequence[Listed]) -> str:
     chunks = [event.data["loss"] for event in log if event.kind == "chunk_finished" and event.data.get("loss") is not None]
+    points = curve.points()
     value = chunks[-1] if chunks else points[-1][1] if points else None
     loss = f", loss {value:.4g}" if isinstance(value, (int, float)) else ""
     good = [one for one in listed if one.in_lineage and one.trust in ("verified", "replicated", "archived")]
-    newest = f", newest good checkpoint: step {good[-1].name.step} ({good[-1].trust})" if good else ", no good checkpoint yet"
+    newest = f", newest good checkpoint: step {good[-1].name.step:,} ({good[-1].trust})" if good else ", no good checkpoint yet"
     last = next(
         (event.kind for event in reversed(log) if event.kind in ("completed", "failed", "stopped", "chunk_finished")), ""
     )
@@ -92,11 +106,12 @@ def _bar(ledger: Ledger) -> str:
     return charts.bar(shown, title=f"Where {span(ledger.wall)} went")
 
 
-def _times(ledger: Ledger) -> str:
+def _times(ledger: Ledger) -> list[str]:
     rows = [f"| {name} | {span(seconds)} | {_share(seconds, ledger)} |" for name, seconds in ledger.parts.items() if seconds]
     table = ["| wall time | | |", "|---|--:|--:|", *rows, f"| **all** | **{span(ledger.wall)}** | |"]
     beside = ", ".join(f"{name} {span(seconds)}" for name, seconds in ledger.beside.items() if seconds)
-    return "\n".join(table) + (f"\n\nBeside training, costing no step: {beside}." if beside else "")
+    picture = f"![where the time went]({charts.data_uri(_bar(ledger))})"
+    return [picture, "\n".join(table)] + ([f"Beside training, costing no step: {beside}."] if beside else [])
 
 
 def _share(seconds: float, ledger: Ledger) -> str:
@@ -120,9 +135,8 @@ def _said(event: Event) -> str:
     return _text("; ".join(map(str, said)), 240)
 
 
-def _row(one: Listed, info: RunInfo, now: float) -> dict[str, Any]:  # Any: JSON values
+def _row(one: Listed, now: float) -> dict[str, Any]:  # Any: JSON values
     """A row of the table; texts, as the UI sorts and searches them."""
-    where = "disk" + (f" and {info.store_url}" if one.trust in ("replicated", "archived") else "")
     kind = f"increment of {one.base.step}" if one.base else "full" if one.manifest else "?"
     created = one.manifest.created if one.manifest else None
     return {
@@ -131,7 +145,7 @@ def _row(one: Listed, info: RunInfo, now: float) -> dict[str, Any]:  # Any: JSON
         "kind": kind,
         "trust": one.trust if one.in_lineage else f"{one.trust}, not in the present history",
         "size": size(one.bytes_on_disk),
-        "where": redact(where),
+        "where": "disk, store" if one.trust in ("replicated", "archived") else "disk",
         "age": span(max(0.0, now - created)) if created else "?",
         "written": _when(created) if created else "?",
     }

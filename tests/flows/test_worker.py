@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness import Run, copy_tiny, kill, wait_until
 from prefect import get_client
-from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import StateType
 from prefect.deployments import run_deployment
 from prefect.states import Cancelling
@@ -68,6 +68,14 @@ def flow_runs(run: Run) -> list[Any]:
     return [one for one in found if one.parameters.get("config") == str(run.toml)]
 
 
+def open_tasks(run: Run) -> list[str]:
+    """Task runs of this run's flow runs that are in no end state."""
+    ours = FlowRunFilter(id=FlowRunFilterId(any_=[one.id for one in flow_runs(run)]))
+    with get_client(sync_client=True) as client:
+        found = client.read_task_runs(flow_run_filter=ours)
+    return [one.name for one in found if one.state is None or not one.state.is_final()]
+
+
 def states(run: Run) -> list[str]:
     ordered = sorted(flow_runs(run), key=lambda one: one.created)
     return [one.state.type.value for one in ordered if one.state is not None]
@@ -82,6 +90,7 @@ def test_flow_process_killed_is_followed_by_a_new_flow_run_that_completes(run: R
     assert run.kinds().count("completed") == 1
     names = {one.name for one in flow_runs(run)}
     assert names == {"train tiny"} or "train tiny" in names
+    assert open_tasks(run) == [], "nor does a task run say Running for ever"
 
 
 def test_cancelled_flow_run_saves_stops_and_is_not_restarted(run: Run) -> None:
