@@ -12,9 +12,11 @@ from benchmarks.measure import THREADS
 from benchmarks.peers import Peer
 from benchmarks.saver import NAME
 from benchmarks.state import Tracked
+from perdure.training.checkpoint.readahead import ReadAhead
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.writer import write_checkpoint
-from perdure.training.engine.leaves import LoadedLeaf
+from perdure.training.engine.leaves import Leaf, LoadedLeaf
+from perdure.training.engine.remembered import Memory
 from perdure.training.engine.rng import rng_leaves
 from perdure.training.engine.stage import Stager
 from perdure.training.engine.state import collect
@@ -47,20 +49,24 @@ class Slots:
     def __init__(self, tracked: Tracked, count: int = 2) -> None:
         self.descriptors = [create_slot(f"bench-{number}") for number in range(count)]
         self._stager = Stager([SlotWriter(descriptor) for descriptor in self.descriptors])
-        self._stager.prepare([*collect(tracked), *rng_leaves()])
+        self._memory = Memory()
+        self._stager.prepare(self._leaves(tracked))
         for number in range(count):
             self.snapshot(tracked, number)
 
     def snapshot(self, tracked: Tracked, number: int = 0) -> None:
         """All the training step waits for."""
-        self._stager.copy(number, [*collect(tracked), *rng_leaves()], ABOUT)
+        self._stager.copy(number, self._leaves(tracked), ABOUT)
+
+    def _leaves(self, tracked: Tracked) -> list[Leaf]:
+        return [*collect(tracked, self._memory), *rng_leaves()]
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, proven against their digests, in memory of their own."""
-    with open_checkpoint(folder) as reader:
+    with open_checkpoint(folder) as reader, ReadAhead(reader, THREADS) as ahead:
         return {
-            path: LoadedLeaf(entry.kind, entry.dtype, tuple(entry.shape), reader.read(path)).tensor(path)
+            path: LoadedLeaf(entry.kind, entry.dtype, tuple(entry.shape), ahead.read(path)).tensor(path)
             for path, entry in reader.entries.items()
             if entry.kind == "tensor"
         }

@@ -70,3 +70,18 @@ def test_damage_is_said_when_the_leaf_is_asked_for_and_only_then(run: RunDir) ->
                 assert error.value.part == "w7"
             else:
                 assert bytes(ahead.read(path)) == made.bytes[path]
+
+
+def test_small_leaves_are_not_handed_to_threads_nor_looked_at_again_and_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Source()
+    for number in range(2000):
+        made.tensor(f"w{number}", "uint8", (8,), number.to_bytes(8, "little"))
+    write(run, made)
+    looked: list[int] = []
+    real = ReadAhead._is_worth_it
+    monkeypatch.setattr(ReadAhead, "_is_worth_it", lambda self, place: looked.append(place) or real(self, place))
+    with open_checkpoint(run.checkpoint(FIRST)) as reader, ReadAhead(reader, 2) as ahead:
+        assert all(ahead.read(path) == data for path, data in made.bytes.items())
+    assert len(looked) <= 2 * 2000 + 2

@@ -4,6 +4,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import NamedTuple
 
+from perdure.training.checkpoint.ordered import INLINE
 from perdure.training.checkpoint.pack import BLOB_BYTES, IndexEntry
 from perdure.training.checkpoint.reader import CheckpointReader
 
@@ -29,24 +30,30 @@ class ReadAhead:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="perdure-read")
         self._coming: dict[int, _Coming] = {}
         self._given: set[int] = set()
-        self._ahead = 0
+        self._ahead = self._next = 0
+        """Bytes under way, and the first leaf that was not looked at yet."""
 
     def read(self, path: str) -> memoryview:
         """All bytes of a leaf. Raises KeyError where there is none, CheckpointDamaged naming it where it is damaged."""
         place = self._places[path]
-        if self._entries[place].kind != "tensor" or place in self._given:
+        if not self._is_worth_it(place):
             return self._reader.read(path, self._rank)
         self._start(place)
         coming = self._coming.pop(place)
         self._given.add(place)
         self._ahead -= coming.nbytes
-        for number in range(place + 1, len(self._entries)):
-            if self._ahead >= _AHEAD:
-                break
-            if number not in self._given and self._entries[number].kind == "tensor":
-                self._start(number)
+        self._next = max(self._next, place + 1)
+        while self._ahead < _AHEAD and self._next < len(self._entries):
+            if self._is_worth_it(self._next):
+                self._start(self._next)
+            self._next += 1
         parts = [blob.result() for blob in coming.blobs]
         return coming.whole if coming.whole is not None else parts[0] if parts else memoryview(b"")
+
+    def _is_worth_it(self, place: int) -> bool:
+        """Small leaves are read on the spot: handing them to a thread costs more."""
+        entry = self._entries[place]
+        return entry.kind == "tensor" and entry.nbytes > INLINE and place not in self._given
 
     def _start(self, place: int) -> None:
         if place in self._coming:
