@@ -1,6 +1,7 @@
 """`perdure verify`: read checkpoints back, decode them, compare every digest; name damaged tensors; record the facts."""
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -99,7 +100,8 @@ def check(run: RunDir, name: CheckpointName, *, quick: bool, progress: render.Pr
 
     started = time.monotonic()
     folder = run.checkpoint(name)
-    damage = verify_in_run(run, name, deep=not quick, progress=progress.at)
+    threads = len(os.sched_getaffinity(0))
+    damage = verify_in_run(run, name, deep=not quick, progress=progress.at, threads=threads)
     seconds = time.monotonic() - started
     note = _record(run, name, damage) if damage or not quick else ""
     size = sum(path.lstat().st_size for path in folder.iterdir())

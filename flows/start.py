@@ -75,7 +75,7 @@ def _newest_good(run: RunDir) -> CheckpointName | None:
     """The newest candidate that verifies now; damaged ones are quarantined on the way."""
     candidates = catalog.candidates(run)
     for name in candidates:
-        if prove(run, name):
+        if prove(run, name, threads=len(os.sched_getaffinity(0))):  # nothing trains yet
             return name
     if catalog.has_checkpoints(run):
         raise CheckpointDamaged(

@@ -13,11 +13,11 @@ from perdure.training.errors import CheckpointNotFound
 from perdure.training.run_dir import CheckpointName, RunDir
 
 
-def prove(run: RunDir, name: CheckpointName) -> bool:
+def prove(run: RunDir, name: CheckpointName, *, threads: int = 1) -> bool:
     """True when it is good; a damaged one is quarantined by the recorded fact, and the run's log says why."""
     began = time.monotonic()
     try:
-        fact = checker.check(run, name)
+        fact = checker.check(run, name, threads=threads)
     except CheckpointNotFound:
         return False  # pruned meanwhile
     if fact.result == "good":
