@@ -50,15 +50,17 @@ def account(
     }
     of_launch: dict[int, list[Event]] = {token: [] for token in launches}
     for event in log:
-        of_launch.get(event.data.get("token", 0), []).append(event)
+        by_time = _launch_at(event.time, launches) if event.kind == "stopped" else 0
+        of_launch.get(event.data.get("token", by_time), []).append(event)
     tokens, at, pause = sorted(launches), began, STARTING
     for token, following in itertools.zip_longest(tokens, tokens[1:]):
         begin = _within(launches[token].created, at, ledger.ended)
         ledger.parts[pause] += begin - at
         limit = ledger.ended if following is None else _within(launches[following].created, begin, ledger.ended)
-        at = limit if live and following is None else _within(_last_sign(token, ends, traces, of_launch[token]), begin, limit)
+        going = live and following is None
+        at = limit if going else _within(_last_sign(token, ends, traces, of_launch[token]), begin, limit)
         again = max(0, traces[token].last_step - resumed[following]) if following in resumed and token in traces else 0
-        _divide(ledger, begin, at, traces.get(token, Trace()), of_launch[token], again)
+        _divide(ledger, begin, at, traces.get(token, Trace()), of_launch[token], again, going)
         end = ends.get(token)
         pause = LEAVING if end and end.reason == "complete" else RESTARTING
         if any(event.kind == "stopped" for event in of_launch[token]):  # said by a flow that lived to say it
@@ -70,14 +72,19 @@ def account(
     return ledger
 
 
-def _divide(ledger: Ledger, begin: float, end: float, trace: Trace, log: Sequence[Event], again: int) -> None:
+def _launch_at(moment: float, launches: Mapping[int, LaunchRecord]) -> int:
+    """For what a hook says without knowing of launches; 0 before the first."""
+    return max((token for token, record in launches.items() if record.created <= moment), default=0)
+
+
+def _divide(ledger: Ledger, begin: float, end: float, trace: Trace, log: Sequence[Event], again: int, going: bool) -> None:
     """One launch, from `begin` to `end`: before its first step, its steps, after its last one."""
     if not trace.rows:  # code that logs nothing: what there is between two signs of life counts as training
         starts = [event.time for event in log if event.kind == "checkpoint_committed"]
         ledger.parts[TRAINING if starts else STARTING] += end - begin
         return
     first = _within(trace.first_time - trace.step_secs, begin, end)
-    last = _within(trace.last_time, first, end)
+    last = end if going else _within(trace.last_time, first, end)
     ledger.parts[STARTING] += first - begin
     ledger.parts[LEAVING] += end - last
     left = last - first

@@ -67,7 +67,7 @@ def render(run: RunDir, info: RunInfo, curve: Curve, *, links: str, live: bool, 
         summary=summary,
         card="\n\n".join([summary, headline, *([loss] if loss else [])]),
         checkpoints=[_row(one, now) for one in reversed(listed)][:MAX_CHECKPOINTS],
-        about_checkpoints=f"{len(listed)} checkpoints, newest first, as of {_when(now)}{stored}",
+        about_checkpoints=f"{len(listed)} checkpoints, newest first\n\nAs of {_when(now)}{stored}",
         percent=round(min(100.0, 100.0 * step / info.steps), 2),
         launch=launch,
     )

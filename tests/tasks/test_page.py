@@ -64,6 +64,16 @@ def test_a_death_a_wait_and_a_stop_are_each_in_their_part() -> None:
     assert found.beside == {"saving": 3.0, "verifying": 2.0, "pushing": 0.0}
 
 
+def test_a_launch_under_way_trains_until_now_and_a_cancelled_one_is_stopped() -> None:
+    trace = {1: traced((1, 11.0), (50, 60.0))}
+    going = ledger.account({1: launched(1, 0.0)}, {}, trace, [], now=70.0, live=True)
+    assert going.parts[ledger.TRAINING] == pytest.approx(60)
+    log = [happened(62.0, "stopped", reason="cancelled in Prefect")]
+    left = ledger.account({1: launched(1, 0.0)}, {1: ended(1, 61.0, "stopped")}, trace, log, now=70.0, live=False)
+    assert left.parts[ledger.STOPPED] == pytest.approx(9)
+    assert left.parts[ledger.RESTARTING] == 0
+
+
 moments = st.floats(0, 1000)
 
 
