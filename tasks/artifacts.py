@@ -33,6 +33,7 @@ REFRESH_SECS = 300.0
 """A long chunk is shown as it goes."""
 TIMEOUT_SECS = 5.0
 _ENDING_SECS = 6.0
+_OVER = " (this one is over; below is what it drew last)"
 _TROUBLE = (httpx.HTTPError, PrefectException, PerdureError, OSError, ValueError, RuntimeError)
 
 
@@ -114,7 +115,7 @@ class Board:
         text = _read(client, before.report)
         if text is not None:
             rest = text.partition("\n\n")[2]
-            update = ArtifactUpdate(data=f"{self._links(before.id)}\n\n{rest}")
+            update = ArtifactUpdate(data=f"{self._links(before.id)}{_OVER}\n\n{rest}")
             client.update_artifact(UUID(before.report), update)
 
     def _links(self, of: str) -> str:
