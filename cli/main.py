@@ -41,6 +41,7 @@ VERBS = {
     "pull": Verb("bring a run back from its store", "perdure pull s3://bucket/gpt runs/gpt"),
     "rollup": Verb("make a full of an increment, so that its base can go", "perdure rollup runs/gpt --step 200"),
     "prune": Verb("delete what retention lets go, and what crashes left", "perdure prune runs/gpt --keep-last 3 --dry-run"),
+    "pin": Verb("name a checkpoint as a milestone that stays", "perdure pin runs/gpt@200 before-lr-drop"),
     "scrub": Verb("read a share of all copies again and repair rot", "perdure scrub gpt/run.toml --budget 15%"),
     "watchdog": Verb("find runs that died without a word, restart them", "perdure watchdog runs --dry-run"),
     "report": Verb("say what runs did, lost and cost", "perdure report runs --days 7"),

@@ -3,62 +3,88 @@
 import argparse
 from typing import Any
 
+import msgspec
+
 from perdure.cli import render
 from perdure.cli.target import Target, add_target, resolve
 from perdure.training.agent import lock
 from perdure.training.checkpoint import prune
 from perdure.training.checkpoint.prune import Done, Survey
+from perdure.training.checkpoint.retention import Verdict
 from perdure.training.checkpoint.upkeep import upkeep
 from perdure.training.errors import ConfigError
+from perdure.training.retention_settings import RetentionSection, wrong_retention
+
+_COUNTS = {
+    "keep_last": "the newest N",
+    "keep_every": "those whose step is a multiple of N",
+    "keep_hourly": "the newest of each of the last N hours that have one",
+    "keep_daily": "the newest of each of the last N days that have one",
+    "keep_weekly": "the newest of each of the last N weeks that have one",
+    "keep_best": "the best N by the loss",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    parser.add_argument(
-        "--keep-last",
-        type=int,
-        metavar="N",
-        help="keep the newest N verified checkpoints (with a store: the newest N in it); default: retention.keep_last",
+    group = parser.add_argument_group(
+        "what to keep", "of the verified checkpoints (with a store: of those in it); each default is retention's of run.toml"
     )
+    for key, text in _COUNTS.items():
+        group.add_argument(f"--{key.replace('_', '-')}", type=int, metavar="N", help=f"keep {text}")
+    group.add_argument("--keep-within", metavar="AGE", help="keep those at most so much older than the newest: 36h, 7d, 2w")
+    group.add_argument("--best", choices=("loss", "last", "least"), help="what --keep-best compares; default: loss (smoothed)")
+    group.add_argument("--best-mode", choices=("min", "max"), help="whether the lowest or the highest is best; default: min")
     parser.add_argument("--dry-run", action="store_true", help="show the plan, delete nothing")
 
 
 def run(args: argparse.Namespace) -> int:
     target = resolve(args.target, args.set)
     target.started()
-    keep_last = _keep_last(target, args.keep_last)
+    settings = _settings(target, args)
     if args.dry_run:
-        found = _survey(target, keep_last)
-        _show(args, target, found, keep_last)
-        _finish(args, target, found, None, keep_last)
+        found = _survey(target, settings)
+        _show(args, target, found)
+        _finish(args, target, found, None, settings)
         return 0
+    from perdure.training.checkpoint.rollup import roll_up
+
     with upkeep(target.run):
-        found = _survey(target, keep_last)
-        _show(args, target, found, keep_last)
-        done = prune.execute(target.run, found)
-    _finish(args, target, found, done, keep_last)
+        found = _survey(target, settings)
+        _show(args, target, found)
+        done = prune.execute(target.run, found, roll_up=roll_up)
+    _finish(args, target, found, done, settings)
     return 0
 
 
-def _keep_last(target: Target, given: int | None) -> int:
-    number = target.keep_last if given is None else given
-    if number is None:
-        raise ConfigError(f"{target.run.root} does not say how many checkpoints to keep", "name its run.toml, or --keep-last N")
-    if number < 0:
-        raise ConfigError(f"--keep-last {number} is negative", "use 0 to keep all")
-    return number
+def _settings(target: Target, args: argparse.Namespace) -> RetentionSection:
+    """Those of the run.toml, with what was given on the command line in their place."""
+    given = {key: getattr(args, key) for key in RetentionSection.__struct_fields__ if getattr(args, key) is not None}
+    if target.retention is None and not given:
+        raise ConfigError(f"{target.run.root} does not say which checkpoints to keep", "name its run.toml, or --keep-last N")
+    settings: RetentionSection = msgspec.structs.replace(target.retention or RetentionSection(), **given)
+    for problem, fix in wrong_retention(settings):
+        key, _, rest = problem.removeprefix("retention.").partition(" = ")
+        raise ConfigError(f"--{key.replace('_', '-')} {rest}", fix)
+    return settings
 
 
-def _survey(target: Target, keep_last: int) -> Survey:
-    stored = bool(target.store_url)
-    return prune.survey(target.run, keep_last, stored=stored, is_idle=lambda: not lock.is_held(target.run))
+def _survey(target: Target, settings: RetentionSection) -> Survey:
+    def is_idle() -> bool:
+        return not lock.is_held(target.run)
+
+    return prune.survey(target.run, settings, stored=bool(target.store_url), is_idle=is_idle, may_roll_up=True)
 
 
-def _show(args: argparse.Namespace, target: Target, found: Survey, keep_last: int) -> None:
+def _action(one: Verdict) -> str:
+    return "roll up" if one.roll_up else "keep" if one.keep else "remove"
+
+
+def _show(args: argparse.Namespace, target: Target, found: Survey) -> None:
     if args.json or (not found.plan.verdicts and not found.leftovers):
         return
     rows: list[tuple[object, ...]] = [
-        (verdict.name, "keep" if verdict.keep else "remove", render.size(verdict.bytes), "; ".join(verdict.reasons))
+        (verdict.name, _action(verdict), render.size(verdict.bytes), "; ".join(verdict.reasons))
         for verdict in found.plan.verdicts
     ]
     for one in found.leftovers:
@@ -67,12 +93,12 @@ def _show(args: argparse.Namespace, target: Target, found: Survey, keep_last: in
     render.table(("checkpoint", "action", "on disk", "reason"), rows)
 
 
-def _finish(args: argparse.Namespace, target: Target, found: Survey, done: Done | None, keep_last: int) -> None:
+def _finish(args: argparse.Namespace, target: Target, found: Survey, done: Done | None, settings: RetentionSection) -> None:
     if args.json:
-        render.print_json(_json(target, found, done, keep_last))
+        render.print_json(_json(target, found, done, settings))
         return
     if found.empty:
-        print(f"nothing to prune in {target.run.root} with keep_last = {keep_last}")
+        print(f"nothing to prune in {target.run.root}: {settings.said()}")
         return
     if done is None:
         count = (len(found.plan.remove), sum(one.goes for one in found.leftovers))
@@ -83,10 +109,10 @@ def _finish(args: argparse.Namespace, target: Target, found: Survey, done: Done 
     print(f"deleted {len(done.removed)} checkpoints and {len(done.swept)} leftovers, {render.size(done.freed)} freed")
 
 
-def _json(target: Target, found: Survey, done: Done | None, keep_last: int) -> dict[str, Any]:  # Any: JSON values
+def _json(target: Target, found: Survey, done: Done | None, settings: RetentionSection) -> dict[str, Any]:  # Any: JSON values
     checkpoints = [
         {
-            "name": str(one.name), "step": one.name.step, "token": one.name.token, "action": "keep" if one.keep else "remove",
+            "name": str(one.name), "step": one.name.step, "token": one.name.token, "action": _action(one),
             "reasons": list(one.reasons), "bytes": one.bytes, "base": str(one.base) if one.base else None,
         }
         for one in found.plan.verdicts
@@ -99,8 +125,9 @@ def _json(target: Target, found: Survey, done: Done | None, keep_last: int) -> d
         for one in found.leftovers
     ]  # fmt: skip
     return {
-        "run_dir": str(target.run.root), "keep_last": keep_last, "dry_run": done is None, "checkpoints": checkpoints,
+        "run_dir": str(target.run.root), **msgspec.to_builtins(settings), "dry_run": done is None, "checkpoints": checkpoints,
         "leftovers": leftovers, "removed": [str(one.name) for one in done.removed] if done else [],
+        "rolled_up": [str(one.name) for one in done.rolled_up] if done else [],
         "spared": {str(name): why for name, why in done.spared.items()} if done else {},
         "freed_bytes": done.freed if done else found.freed,
     }  # fmt: skip

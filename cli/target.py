@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from perdure.training.checkpoint.run_info import RunInfo, read_run_info
 from perdure.training.config import StoreSection, load_config
 from perdure.training.errors import CheckpointNotFound, ConfigError
+from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName, RunDir
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class Target:
     name: str
     store_url: str
     store: StoreSection
-    keep_last: int | None = None
+    retention: RetentionSection | None = None
     """Of the run.toml; None: the target is a run directory, which does not say."""
 
     def started(self) -> RunInfo:
@@ -124,7 +125,7 @@ def _of_config(path: Path, overrides: Sequence[str]) -> Target:
     info = read_run_info(run) if run.run_json.exists() else None
     return Target(
         run=run, info=info, steps=config.run.steps, name=config.run.name, store_url=config.store_url, store=config.store,
-        keep_last=config.retention.keep_last,
+        retention=config.retention,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from perdure.training.checkpoint.lineage import LaunchRecord, committed, create_
 from perdure.training.checkpoint.prune import Done
 from perdure.training.checkpoint.upkeep import upkeep
 from perdure.training.checkpoint.verify import check
+from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName, RunDir
 
 
@@ -44,9 +45,13 @@ def needed(run: RunDir) -> int:
     return total
 
 
+def keep(last: int) -> RetentionSection:
+    return RetentionSection(keep_last=last)
+
+
 def prune_all(run: RunDir, keep_last: int, *, stored: bool = False, idle: bool = True) -> Done:
     with upkeep(run):
-        return prune.execute(run, prune.survey(run, keep_last, stored=stored, is_idle=lambda: idle))
+        return prune.execute(run, prune.survey(run, keep(keep_last), stored=stored, is_idle=lambda: idle))
 
 
 def left(run: RunDir) -> list[int]:

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from perdure.training.errors import ConfigError
+from perdure.training.retention_settings import RetentionSection, wrong_retention
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,11 +49,6 @@ class CheckpointSection(_Section, frozen=True, kw_only=True):
     """Copy parameters and optimizer state beside the next forward and backward; only optimizer.step() waits for the copy."""
     audit: bool = False
     """The rank digests its live tensors at each checkpoint, and the saver compares; slow, for proving an installation."""
-
-
-class RetentionSection(_Section, frozen=True, kw_only=True):
-    keep_last: int = 0
-    """When room is short, verified checkpoints older than the newest so many may be deleted; 0: none."""
 
 
 class StoreSection(_Section, frozen=True, kw_only=True):
@@ -209,11 +205,6 @@ def _check(document: _Document, where: str) -> None:
             f"checkpoint.full_every = {checkpoint.full_every} is not a multiple of the {every} steps between checkpoints",
             "use such a multiple, or 0 for full checkpoints only",
         ),
-        (
-            document.retention.keep_last >= 0,
-            f"retention.keep_last = {document.retention.keep_last} is negative",
-            "use 0 for all",
-        ),
         (1 <= checkpoint.threads <= 256, f"checkpoint.threads = {checkpoint.threads} is out of range", "use 1 to 256"),
         (5 <= store.part_mib <= 5120, f"store.part_mib = {store.part_mib} is out of range", "S3 parts have 5 to 5120 MiB"),
         (launch.processes >= 1, f"launch.processes = {launch.processes} is less than 1", "use 1"),
@@ -244,7 +235,8 @@ def _check(document: _Document, where: str) -> None:
             "leave it out",
         ),
     ]
-    rules += [(False, problem, fix) for problem, fix in (*_wrong_texts(document), *_wrong_params(document.params, "params"))]
+    wrong = (*wrong_retention(document.retention), *_wrong_texts(document), *_wrong_params(document.params, "params"))
+    rules += [(False, problem, fix) for problem, fix in wrong]
     for good, problem, fix in rules:
         if not good:
             raise ConfigError(f"{where}: {problem}", fix)

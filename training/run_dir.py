@@ -121,6 +121,14 @@ class RunDir:
     def checkpoint(self, name: CheckpointName) -> Path:
         return self.checkpoints / str(name)
 
+    @property
+    def pins(self) -> Path:
+        """Milestones: a small file per name."""
+        return self.root / "pins"
+
+    def pin(self, label: str) -> Path:
+        return self.pins / f"{label}.json"
+
     def manifest(self, name: CheckpointName) -> Path:
         return self.checkpoint(name) / MANIFEST
 

@@ -12,6 +12,7 @@ from perdure.training.checkpoint import prune
 from perdure.training.checkpoint.lineage import lineage
 from perdure.training.checkpoint.rollup import roll_up
 from perdure.training.checkpoint.upkeep import upkeep
+from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import RunDir
 
 
@@ -23,7 +24,7 @@ def act(order: dict[str, str | int]) -> None:
         if order["act"] == "rollup":
             roll_up(run, lineage(run)[0])
             return
-        found = prune.survey(run, int(order["keep_last"]), stored=False, is_idle=lambda: True)
+        found = prune.survey(run, RetentionSection(keep_last=int(order["keep_last"])), stored=False, is_idle=lambda: True)
         prune.execute(run, found)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from upkeep_runs import launch, left, name, needed, prune_all, save, used
+from upkeep_runs import keep, launch, left, name, needed, prune_all, save, used
 
 from perdure.training import events, files
 from perdure.training.checkpoint import facts, prune
@@ -34,7 +34,7 @@ def four(run: RunDir) -> RunDir:
 
 def test_what_the_plan_says_is_freed_to_the_byte_and_told(four: RunDir) -> None:
     before = used(four)
-    found = prune.survey(four, 2, stored=False, is_idle=lambda: True)
+    found = prune.survey(four, keep(2), stored=False, is_idle=lambda: True)
     assert used(four) == before
     with upkeep(four):
         done = prune.execute(four, found)
@@ -48,13 +48,13 @@ def test_what_the_plan_says_is_freed_to_the_byte_and_told(four: RunDir) -> None:
 def test_a_second_prune_finds_nothing_to_do(four: RunDir) -> None:
     prune_all(four, 2)
     before = used(four)
-    found = prune.survey(four, 2, stored=False, is_idle=lambda: True)
+    found = prune.survey(four, keep(2), stored=False, is_idle=lambda: True)
     assert found.empty
     assert (prune_all(four, 2), used(four)) == (Done(), before)
 
 
 def test_only_as_much_goes_as_is_asked_for(four: RunDir) -> None:
-    found = prune.survey(four, 1, stored=False, is_idle=lambda: True)
+    found = prune.survey(four, keep(1), stored=False, is_idle=lambda: True)
     with upkeep(four):
         done = prune.execute(four, found, enough=lambda: left(four) == [20, 30, 40])
     assert [one.name.step for one in done.removed] == [10]
@@ -71,7 +71,7 @@ def test_what_somebody_reads_is_spared_and_goes_the_next_time(four: RunDir) -> N
 
 
 def test_nothing_goes_once_the_newest_good_one_is_found_damaged(four: RunDir) -> None:
-    found = prune.survey(four, 1, stored=False, is_idle=lambda: True)
+    found = prune.survey(four, keep(1), stored=False, is_idle=lambda: True)
     facts.write_fact(four, name(40), Fact(copy="local", checked_at=time.time(), result="damaged"))
     with upkeep(four):
         done = prune.execute(four, found)
@@ -82,7 +82,7 @@ def test_nothing_goes_once_the_newest_good_one_is_found_damaged(four: RunDir) ->
 
 
 def test_what_is_gone_already_is_no_error(four: RunDir) -> None:
-    found = prune.survey(four, 1, stored=False, is_idle=lambda: True)
+    found = prune.survey(four, keep(1), stored=False, is_idle=lambda: True)
     shutil.rmtree(four.checkpoint(name(10)))
     with upkeep(four):
         done = prune.execute(four, found)
@@ -143,7 +143,7 @@ def half_written(run: RunDir, step: int, token: int) -> Path:
 
 
 def judged(run: RunDir, *, idle: bool) -> dict[str, tuple[bool, str]]:
-    found = prune.survey(run, 1, stored=False, is_idle=lambda: idle)
+    found = prune.survey(run, keep(1), stored=False, is_idle=lambda: idle)
     return {str(one.path.relative_to(run.root)): (one.goes, one.reason) for one in found.leftovers}
 
 
@@ -181,7 +181,7 @@ def test_idleness_is_asked_after_everything_was_listed(four: RunDir) -> None:
         return True
 
     with upkeep(four):
-        prune.execute(four, prune.survey(four, 1, stored=False, is_idle=starts_now))
+        prune.execute(four, prune.survey(four, keep(1), stored=False, is_idle=starts_now))
     assert four.checkpoint(name(50, 2)).is_dir()
 
 

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perdure.training.checkpoint import retention
 from perdure.training.checkpoint.catalog import Listed
-from perdure.training.checkpoint.retention import Plan, plan
+from perdure.training.checkpoint.retention import Plan
+from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName
 
 TRUSTS = ("written", "verified", "replicated", "quarantined")
@@ -22,6 +24,10 @@ def listed(step: int, trust: str = "verified", base: int | None = None, *, ours:
         name=name(step), in_lineage=ours, trust=trust, manifest=None, problem="", bytes_on_disk=10 * step,
         base=None if base is None else name(base),
     )  # fmt: skip
+
+
+def plan(rows: list[Listed], keep_last: int, stored: bool, *, history_known: bool = True) -> Plan:
+    return retention.plan(rows, RetentionSection(keep_last=keep_last), stored, history_known=history_known)
 
 
 def kept(decided: Plan) -> list[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from snapshots import RUN_ID, Source, random_bytes, write
+from upkeep_runs import keep
 
 from perdure.training import files
 from perdure.training.checkpoint.lineage import LaunchRecord, committed, create_launch
@@ -92,8 +93,8 @@ def test_the_oldest_go_one_by_one_until_there_is_room_and_no_more(disk: Callable
     for step in (1, 2, 3, 4, 5):
         save(run, step)
     assert shortage(run, 2 * MB, saves=1) == ""
-    assert make_room(run, 1, 2 * MB, stored=False) == []
-    assert make_room(run, 1, 2 * MB, saves=2, stored=False) == [name(1), name(2)]
+    assert make_room(run, keep(1), 2 * MB, stored=False) == []
+    assert make_room(run, keep(1), 2 * MB, saves=2, stored=False) == [name(1), name(2)]
     assert shortage(run, 2 * MB, saves=2) == ""
     assert committed(run) == [name(3), name(4), name(5)]
     assert all(verify_folder(run.checkpoint(one)) == [] for one in committed(run))
@@ -104,12 +105,12 @@ def test_what_retention_keeps_stays_however_short_the_room(disk: Callable[[str],
     for step in (1, 2, 3):
         save(run, step)
     save(run, 4, proven=False)
-    assert make_room(run, 0, 9 * MB, stored=False) == []
-    assert make_room(run, 1, 9 * MB, stored=True) == [], "nothing is in the store"
+    assert make_room(run, keep(0), 9 * MB, stored=False) == []
+    assert make_room(run, keep(1), 9 * MB, stored=True) == [], "nothing is in the store"
     with upkeep(run):
-        assert make_room(run, 1, 9 * MB, stored=False) == [], "somebody else is deleting"
-    assert make_room(run, 2, 9 * MB, stored=False) == [name(1)]
-    assert make_room(run, 1, 9 * MB, stored=False) == [name(2)]
+        assert make_room(run, keep(1), 9 * MB, stored=False) == [], "somebody else is deleting"
+    assert make_room(run, keep(2), 9 * MB, stored=False) == [name(1)]
+    assert make_room(run, keep(1), 9 * MB, stored=False) == [name(2)]
     assert committed(run) == [name(3), name(4)]
     assert shortage(run, 9 * MB)
 
@@ -122,7 +123,7 @@ def test_leftovers_go_before_any_checkpoint(disk: Callable[[str], RunDir]) -> No
     torn.write_bytes(bytes(3 * MB))
     os.utime(torn, (0, 0))
     assert shortage(run, 3 * MB)
-    assert make_room(run, 1, 3 * MB, stored=False) == []
+    assert make_room(run, keep(1), 3 * MB, stored=False) == []
     assert not torn.exists()
     assert committed(run) == [name(1), name(2)]
     assert shortage(run, 3 * MB) == ""

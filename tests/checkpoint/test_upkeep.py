@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import Source, random_bytes, write
-from upkeep_runs import launch, left, name, needed, prune_all, used
+from upkeep_runs import keep, launch, left, name, needed, prune_all, used
 
 from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint import prune
@@ -101,7 +101,7 @@ def test_a_base_that_is_written_against_meanwhile_is_spared_then_and_afterwards(
     launch(run, 1)
     save(run, 10)
     save(run, 20)
-    found = prune.survey(run, 1, stored=False, is_idle=lambda: True)
+    found = prune.survey(run, keep(1), stored=False, is_idle=lambda: True)
     assert [one.name.step for one in found.plan.remove] == [10]
     with upkeep(run), opened_base(run, "gpt-1234", name(30), name(10)) as reader:
         assert reader is not None
@@ -157,9 +157,9 @@ def test_whatever_happens_in_whatever_order_every_kept_checkpoint_restores(histo
 
 def _prune_and_check(run: RunDir, keep_last: int) -> None:
     """The plan is what happens, to the byte, and a second one has nothing to do."""
-    before, found = used(run), prune.survey(run, keep_last, stored=False, is_idle=lambda: True)
+    before, found = used(run), prune.survey(run, keep(keep_last), stored=False, is_idle=lambda: True)
     done = prune_all(run, keep_last)
     assert done.spared == {}
     assert committed(run) == [verdict.name for verdict in found.plan.keep]
     assert before - used(run) == found.freed == done.freed
-    assert prune.survey(run, keep_last, stored=False, is_idle=lambda: True).empty
+    assert prune.survey(run, keep(keep_last), stored=False, is_idle=lambda: True).empty

@@ -73,7 +73,7 @@ def test_a_torn_folder_is_listed_and_swept(made: Any, command: Command) -> None:
 def test_by_default_a_run_keeps_everything(made: Any, command: Command) -> None:
     stored(made, 20, 40)
     answer = command("prune", made.toml)
-    assert "keep_last is 0: nothing may go" in answer.out
+    assert "no limit is set: nothing may go" in answer.out
     assert len(names(made)) == 2
 
 

@@ -48,7 +48,7 @@ class Room:
         """Delete what may go if that is needed; what is still wrong after it, "" for nothing."""
         problem = space.shortage(self._run, self._state_bytes, saves=self._saves)
         if problem:
-            keep, stored = self._config.retention.keep_last, bool(self._config.store_url)
+            keep, stored = self._config.retention, bool(self._config.store_url)
             space.make_room(self._run, keep, self._state_bytes, saves=self._saves, stored=stored)
             problem = space.shortage(self._run, self._state_bytes, saves=self._saves)
         return problem

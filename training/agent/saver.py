@@ -9,6 +9,8 @@ import socket
 import time
 from pathlib import Path
 
+import msgspec
+
 from perdure.training import files
 from perdure.training.checkpoint import facts, space
 from perdure.training.checkpoint.audit import snapshot_digest
@@ -17,6 +19,7 @@ from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.writer import write_checkpoint
 from perdure.training.errors import CheckpointDamaged, PerdureError
 from perdure.training.process import die_with_parent
+from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.slots import Snapshot
 from perdure.training.wire import Message, Wire
@@ -56,7 +59,8 @@ def make_room(run: RunDir, request: Message, raw_bytes: int) -> None:
     """Delete what may go if the checkpoint would not fit. Raises OSError (ENOSPC) where that is not enough."""
     increment = not request["full"]
     if space.shortage(run, raw_bytes, increment=increment):
-        space.make_room(run, request["keep_last"], raw_bytes, stored=request["stored"], increment=increment)
+        settings = msgspec.convert(request["retention"], RetentionSection)
+        space.make_room(run, settings, raw_bytes, stored=request["stored"], increment=increment)
         if problem := space.shortage(run, raw_bytes, increment=increment):
             raise OSError(errno.ENOSPC, problem, str(run.checkpoints))
 

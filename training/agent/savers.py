@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import msgspec
+
 from perdure.training import events
 from perdure.training.config import RunConfig
 from perdure.training.run_dir import RunDir
@@ -45,7 +47,7 @@ class Savers:
             "token": token,
             "encoding": config.checkpoint.encoding,
             "threads": config.checkpoint.threads,
-            "keep_last": config.retention.keep_last,
+            "retention": msgspec.to_builtins(config.retention),
             "stored": bool(config.store_url),
         }
         self._queue: list[_Pending] = []

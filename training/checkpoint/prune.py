@@ -13,17 +13,20 @@ from pathlib import Path
 from perdure.training import events, files
 from perdure.training.checkpoint import facts
 from perdure.training.checkpoint import manifest as manifests
+from perdure.training.checkpoint import pins as milestones
 from perdure.training.checkpoint.catalog import Catalog, manifest_of, read_catalog
 from perdure.training.checkpoint.hold import try_hold_alone
 from perdure.training.checkpoint.lineage import read_launches
 from perdure.training.checkpoint.retention import VERIFIED, Plan, Verdict, plan
 from perdure.training.checkpoint.tidy import nobody_reads_replaced, tidy
-from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, DiskFull
+from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import MANIFEST, REPLACED_MANIFEST, CheckpointName, RunDir
 
 QUIET_SECS = 3600.0
 """A temporary file that nobody touched for so long is nobody's."""
 _FACT = "check-"
+RollUp = Callable[[RunDir, CheckpointName], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ class Survey:
 
 @dataclass
 class Done:
+    rolled_up: list[Verdict] = field(default_factory=list)
     removed: list[Verdict] = field(default_factory=list)
     swept: list[Leftover] = field(default_factory=list)
     spared: dict[CheckpointName, str] = field(default_factory=dict)
@@ -62,15 +66,19 @@ class Done:
         return sum(one.bytes for one in self.removed) + sum(one.bytes for one in self.swept)
 
 
-def survey(run: RunDir, keep_last: int, *, stored: bool, is_idle: Callable[[], bool]) -> Survey:
+def survey(
+    run: RunDir, settings: RetentionSection, *, stored: bool, is_idle: Callable[[], bool], may_roll_up: bool = False
+) -> Survey:
     """Look, decide, delete nothing. `is_idle`: whether nobody drives or trains this run; asked after everything was listed, so
-    that whatever was listed and is being written belongs to somebody who is still there."""
+    that whatever was listed and is being written belongs to somebody who is still there. `may_roll_up`: `execute` will be given
+    a way to."""
     launches = read_launches(run)
     found = read_catalog(run)
     idle = is_idle()
     newest = max(launches, default=0)
     tokens = {*range(1, newest + 1), *(one.name.token for one in found.listed)}
-    decided = plan(found.listed, keep_last, stored, history_known=tokens <= set(launches))
+    known, pins = tokens <= set(launches), milestones.read_pins(run)
+    decided = plan(found.listed, settings, stored, pins=pins, history_known=known, roll_up=may_roll_up)
     judged = tuple(_judge(run, path, newest, idle) for path in _uncommitted(run, found))
     return Survey(plan=decided, leftovers=judged)
 
@@ -122,9 +130,10 @@ def _bytes_of(path: Path) -> int:
     return sum(child.lstat().st_size for child in path.rglob("*") if not child.is_dir())
 
 
-def execute(run: RunDir, found: Survey, *, enough: Callable[[], bool] = lambda: False) -> Done:
-    """Delete what `found` lets go, leftovers first, until there is `enough` room. The caller has the upkeep lock."""
-    return _Prune(run, found.plan).go(found.leftovers, enough)
+def execute(run: RunDir, found: Survey, *, enough: Callable[[], bool] = lambda: False, roll_up: RollUp | None = None) -> Done:
+    """Delete what `found` lets go, leftovers first, until there is `enough` room. The caller has the upkeep lock. `roll_up`:
+    makes a full of a milestone where the plan says so; without it the base stays."""
+    return _Prune(run, found.plan).go(found.leftovers, enough, roll_up)
 
 
 class _Prune:
@@ -136,7 +145,7 @@ class _Prune:
         have come to its base yet."""
         self._done = Done()
 
-    def go(self, leftovers: Sequence[Leftover], enough: Callable[[], bool]) -> Done:
+    def go(self, leftovers: Sequence[Leftover], enough: Callable[[], bool], roll_up: RollUp | None) -> Done:
         for leftover in leftovers:
             if enough():
                 return self._done
@@ -144,6 +153,9 @@ class _Prune:
                 self._done.swept.append(leftover)
             elif leftover.path.name == REPLACED_MANIFEST:
                 self._opening.add(_base_by(leftover.path))
+        for verdict in self._plan.roll_ups if roll_up is not None else ():
+            assert roll_up is not None
+            self._roll_up(verdict, roll_up)
         for verdict in self._plan.remove:
             if enough():
                 break
@@ -154,6 +166,18 @@ class _Prune:
                 self._tell(verdict)
         return self._done
 
+    def _roll_up(self, verdict: Verdict, roll_up: RollUp) -> None:
+        """One that cannot be is no reason to stop: its base stays as well."""
+        try:
+            roll_up(self._run, verdict.name)
+        except (CheckpointDamaged, CheckpointNotFound, DiskFull, OSError) as error:
+            self._done.spared[verdict.name] = f"not rolled up: {error}"
+            return
+        self._known[str(verdict.name)] = None
+        self._done.rolled_up.append(verdict)
+        if (self._run.checkpoint(verdict.name) / REPLACED_MANIFEST).exists():  # somebody still reads it as an increment
+            self._opening.add(verdict.base)
+
     def _remove(self, name: CheckpointName) -> str:
         """Delete one checkpoint; why not, if not. Held alone: from here on nobody begins to read it or to write against it,
         and whatever was committed against it before is found now."""
@@ -163,6 +187,9 @@ class _Prune:
                 return "being read or written against" if (folder / MANIFEST).exists() else "gone already"
             if self._plan.anchor is not None and facts.trust(self._run, self._plan.anchor) not in VERIFIED:
                 return f"{self._plan.anchor} is no longer known to be good: plan anew"
+            pins = milestones.read_pins(self._run)  # one pinned since the plan waits for us, or held it first and is found now
+            if pins.problem or name in pins.names:
+                return pins.problem or f"milestone {', '.join(pins.names[name])}"
             if dependents := self._dependents(name):
                 return f"base of {dependents[-1]}"
             files.remove(folder / MANIFEST)

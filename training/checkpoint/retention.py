@@ -1,18 +1,20 @@
 """Which checkpoints may go: a pure decision with a reason for every one. Nothing here touches a disk; prune.py executes it.
 
-Whatever the policies say, three things stay: what does not count (unverified, damaged, not yet in the store), the newest
-verified one, and every base that something kept needs."""
+Whatever the policies say, four things stay: what does not count (unverified, damaged, not yet in the store), the newest
+verified one, milestones, and every base that something kept needs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from perdure.training.checkpoint.catalog import Listed
+from perdure.training.checkpoint.pins import Pins
+from perdure.training.checkpoint.policies import KEEP_ALL, Policy, policies_of
+from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName
 
 VERIFIED = ("verified", "replicated")
 _IN_STORE = ("replicated",)
-KEEP_ALL = "keep_last is 0: nothing may go"
+NO_PINS = Pins()
 Reasons = dict[CheckpointName, tuple[str, ...]]
 
 
@@ -25,6 +27,8 @@ class Verdict:
     bytes: int
     """On disk: what removing it frees."""
     base: CheckpointName | None = None
+    roll_up: bool = False
+    """A milestone that is made a full first: then its base can go."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,53 +53,89 @@ class Plan:
         return tuple(sorted(going, key=lambda one: (max(one.name, newest.get(one.name, one.name)), one.base is None)))
 
     @property
+    def roll_ups(self) -> tuple[Verdict, ...]:
+        """Before any removal."""
+        return tuple(verdict for verdict in self.verdicts if verdict.roll_up)
+
+    @property
     def freed(self) -> int:
+        """Of what goes; a roll-up takes some of it."""
         return sum(verdict.bytes for verdict in self.verdicts if not verdict.keep)
 
 
-class Policy(Protocol):
-    """Names what to keep of the counted checkpoints (newest first), each with its reason. Policies add up."""
-
-    def __call__(self, counted: Sequence[Listed]) -> Mapping[CheckpointName, str]: ...
-
-
-@dataclass(frozen=True)
-class KeepLast:
-    """The newest `number`; 0 is all of them."""
-
-    number: int
-
-    def __call__(self, counted: Sequence[Listed]) -> Mapping[CheckpointName, str]:
-        if not self.number:
-            return {one.name: KEEP_ALL for one in counted}
-        return {one.name: f"one of the newest {self.number}" for one in counted[: self.number]}
-
-
-def plan(listed: Iterable[Listed], keep_last: int, stored: bool, *, history_known: bool = True) -> Plan:
+def plan(
+    listed: Iterable[Listed],
+    settings: RetentionSection,
+    stored: bool,
+    *,
+    pins: Pins = NO_PINS,
+    history_known: bool = True,
+    roll_up: bool = False,
+) -> Plan:
     """`stored`: the run has a store, so that only what is in it counts, and only that may go. Unless `history_known` (every
-    launch record could be read), what lies outside the lineage may belong to it after all, and stays."""
+    launch record could be read), what lies outside the lineage may belong to it after all, and stays. `roll_up`: a milestone
+    may be made a full, so that its base can go."""
     stays = "" if history_known else "outside the present history, of which launch records are missing"
-    return decide(listed, [KeepLast(keep_last)], stored, abandoned_stay=stays if keep_last else KEEP_ALL)
+    abandoned = KEEP_ALL if settings.keeps_all else stays
+    return decide(listed, policies_of(settings), stored, pins=pins, abandoned_stay=abandoned, roll_up=roll_up)
 
 
-def decide(listed: Iterable[Listed], policies: Sequence[Policy], stored: bool, *, abandoned_stay: str = "") -> Plan:
+def decide(
+    listed: Iterable[Listed],
+    policies: Sequence[Policy],
+    stored: bool,
+    *,
+    pins: Pins = NO_PINS,
+    abandoned_stay: str = "",
+    roll_up: bool = False,
+) -> Plan:
     """The union of what the policies keep, and what is never deleted. `abandoned_stay`: why what lies outside the lineage is
     kept too; it goes when there is no reason."""
     every = sorted(listed, key=lambda one: one.name)
     reasons: Reasons = {}
     counts = _IN_STORE if stored else VERIFIED
-    counted = [one for one in reversed(every) if one.in_lineage and one.trust in counts]
+    counted = [one for one in reversed(every) if one.in_lineage and _trust(one) in counts]
+    _add(reasons, {one.name: _milestone(pins.names[one.name]) for one in every if one.name in pins.names})
     for policy in policies:
         _add(reasons, policy(counted))
-    newest = next((one for one in reversed(every) if one.in_lineage and one.trust in VERIFIED), None)
+    newest = next((one for one in reversed(every) if one.in_lineage and _trust(one) in VERIFIED), None)
     if newest is not None:
         _add(reasons, {newest.name: "the newest verified"})
-    _add(reasons, {one.name: _uncounted(one) for one in every if one.in_lineage and one.trust not in counts})
+    _add(reasons, {one.name: _uncounted(one) for one in every if one.in_lineage and _trust(one) not in counts})
     if abandoned_stay:
         _add(reasons, {one.name: abandoned_stay for one in every if not one.in_lineage})
-    _add(reasons, _needed(every, reasons))
-    verdicts = tuple(_verdict(one, reasons.get(one.name, ())) for one in every)
+    if pins.problem:
+        _add(reasons, {one.name: pins.problem for one in every})
+    freeing = _roll_ups(every, reasons, pins) if roll_up else {}
+    _add(reasons, {one: f"rolled up first, then its base {base} can go" for one, base in freeing.items()})
+    _add(reasons, _needed([one for one in every if one.name not in freeing], reasons))
+    verdicts = tuple(_verdict(one, reasons.get(one.name, ()), freeing) for one in every)
     return Plan(verdicts=verdicts, anchor=newest.name if newest is not None else None)
+
+
+def _trust(one: Listed) -> str:
+    """What has a manifest that cannot be read is damaged, whatever was once found."""
+    return "quarantined" if one.problem else one.trust
+
+
+def _milestone(labels: Sequence[str]) -> str:
+    return f"milestone {', '.join(labels)}"
+
+
+def _roll_ups(every: Sequence[Listed], kept: Reasons, pins: Pins) -> dict[CheckpointName, CheckpointName]:
+    """Milestone -> its base, where nothing else keeps that. The newest full stays: increments are written against it."""
+    dependents: dict[CheckpointName, list[Listed]] = {}
+    for one in every:
+        if one.base is not None and one.name in kept:
+            dependents.setdefault(one.base, []).append(one)
+    fulls = {one.name: one for one in every if one.base is None and _trust(one) in VERIFIED}
+    newest = max((name for name, one in fulls.items() if one.in_lineage), default=None)
+    return {
+        ones[0].name: base
+        for base, ones in dependents.items()
+        if len(ones) == 1 and ones[0].name in pins.names and _trust(ones[0]) in VERIFIED
+        and base in fulls and base not in kept and base != newest
+    }  # fmt: skip
 
 
 def _add(reasons: Reasons, more: Mapping[CheckpointName, str]) -> None:
@@ -104,7 +144,7 @@ def _add(reasons: Reasons, more: Mapping[CheckpointName, str]) -> None:
 
 
 def _uncounted(one: Listed) -> str:
-    if one.trust == "quarantined":
+    if _trust(one) == "quarantined":
         return "damaged: not counted, kept to be looked at"
     return "not verified yet" if one.trust == "written" else "not in the store yet"
 
@@ -122,6 +162,9 @@ def _some(names: Sequence[CheckpointName]) -> str:
     return f"{names[-1]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _verdict(one: Listed, kept: tuple[str, ...]) -> Verdict:
+def _verdict(one: Listed, kept: tuple[str, ...], freeing: Mapping[CheckpointName, CheckpointName]) -> Verdict:
     goes = "older than what is kept" if one.in_lineage else "outside the present history"
-    return Verdict(name=one.name, keep=bool(kept), reasons=kept or (goes,), bytes=one.bytes_on_disk, base=one.base)
+    return Verdict(
+        name=one.name, keep=bool(kept), reasons=kept or (goes,), bytes=one.bytes_on_disk, base=one.base,
+        roll_up=one.name in freeing,
+    )  # fmt: skip

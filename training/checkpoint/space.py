@@ -12,6 +12,7 @@ from perdure.training.checkpoint.lineage import committed
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.upkeep import try_upkeep
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
+from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName, RunDir
 
 _MARGIN = 1.05
@@ -40,7 +41,7 @@ def shortage(run: RunDir, raw_bytes: int, *, saves: int = 1, increment: bool = F
 
 
 def make_room(
-    run: RunDir, keep_last: int, raw_bytes: int, *, saves: int = 1, stored: bool, increment: bool = False
+    run: RunDir, settings: RetentionSection, raw_bytes: int, *, saves: int = 1, stored: bool, increment: bool = False
 ) -> list[CheckpointName]:
     """Delete what retention lets go, leftovers first, then oldest first, until `shortage` is over; which checkpoints went.
 
@@ -54,7 +55,7 @@ def make_room(
     with try_upkeep(run) as ours:
         if not ours:
             return []
-        found = prune.survey(run, keep_last, stored=stored, is_idle=lambda: False)
+        found = prune.survey(run, settings, stored=stored, is_idle=lambda: False)
         return [verdict.name for verdict in prune.execute(run, found, enough=enough).removed]
 
 

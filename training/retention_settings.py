@@ -1,0 +1,61 @@
+"""[retention] of run.toml: which checkpoints stay when others may be deleted. What is set adds up; nothing set keeps all."""
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+_AGE = re.compile(r"(?:[0-9]{1,6}[hdw])+")
+_UNITS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+class RetentionSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    keep_last: int = 0
+    """The newest so many."""
+    keep_every: int = 0
+    """Those whose step is a multiple of this."""
+    keep_hourly: int = 0
+    """The newest of each of the last so many hours (of UTC) that have one."""
+    keep_daily: int = 0
+    keep_weekly: int = 0
+    keep_within: str = ""
+    """Those at most so much older than the newest: `36h`, `7d`, `2w`, `1d12h`."""
+    keep_best: int = 0
+    """The best so many by `best`."""
+    best: Literal["loss", "last", "least"] = "loss"
+    """Of the loss when the checkpoint was cut: its smoothed value, that of the step, or the least until then."""
+    best_mode: Literal["min", "max"] = "min"
+
+    @property
+    def keeps_all(self) -> bool:
+        """No policy is set: nothing may go."""
+        return not (any(getattr(self, key) for key in COUNTS) or self.keep_within)
+
+    def said(self) -> str:
+        """What is set, on one line."""
+        limits = [f"{key} = {getattr(self, key)}" for key in COUNTS if getattr(self, key)]
+        limits += [f"keep_within = {self.keep_within}"] if self.keep_within else []
+        return ", ".join(limits) or "no limit is set"
+
+
+COUNTS = ("keep_last", "keep_every", "keep_hourly", "keep_daily", "keep_weekly", "keep_best")
+
+
+def parse_age(text: str) -> float:
+    """Seconds of `36h`, `7d`, `2w`, `1d12h`. Raises ValueError."""
+    if not _AGE.fullmatch(text):
+        raise ValueError(f"{text!r} is not an age")
+    return sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"([0-9]+)([hdw])", text))
+
+
+def wrong_retention(section: RetentionSection) -> Iterator[tuple[str, str]]:
+    """Each setting that cannot be, with what to do."""
+    for key in COUNTS:
+        if getattr(section, key) < 0:
+            yield f"retention.{key} = {getattr(section, key)} is negative", "use 0 to leave it out; nothing set keeps all"
+    try:
+        if section.keep_within and not parse_age(section.keep_within):
+            yield f"retention.keep_within = {section.keep_within!r} is no time at all", "leave it out"
+    except ValueError:
+        yield f"retention.keep_within = {section.keep_within!r} is not an age", "write for example 36h, 7d, 2w or 1d12h"
