@@ -160,6 +160,12 @@ def _repaired(view: View, data: _Data, at: float) -> Card:
     )
 
 
+def _restarted(view: View, data: _Data, at: float) -> Card:
+    view.state = "restarting"
+    facts = (("Found", str(data.get("reason", "?"))), ("Next", str(data.get("next", "?"))))
+    return Card(title=f"Dead at step {_int(data, 'step', view.step)}, restarted by the {data.get('by', '?')}", facts=facts)
+
+
 def _failed(view: View, data: _Data, at: float) -> Card:
     error_class, step = str(data.get("error_class", "unknown")), _int(data, "step", view.step)
     good = _int(data, "last_good", view.verified_step)
@@ -195,7 +201,11 @@ def _noticed(view: View, data: _Data, at: float) -> Card:
 
 def _said(title: str, key: str, *, page: bool = False) -> Any:  # Any: a handler
     def handler(view: View, data: _Data, at: float) -> Card:
-        return Card(title=title.format(step=data.get("step", "?")), facts=(("", str(data.get(key, "?"))),), page=page)
+        return Card(
+            title=title.format(step=data.get("step", "?"), days=data.get("days", "?")),
+            facts=(("", str(data.get(key, "?"))),),
+            page=page,
+        )
 
     return handler
 
@@ -203,8 +213,9 @@ def _said(title: str, key: str, *, page: bool = False) -> Any:  # Any: a handler
 _HANDLERS: dict[str, Any] = {  # Any: handlers as above, (view, data, time) -> Card or None
     "run_created": _created, "launch_started": _launched, "recovered": _recovered, "chunk_finished": _chunk,
     "verified": _verified, "pushed": _pushed, "push_failed": _push_failed, "quarantined": _quarantined, "failed": _failed,
-    "repaired": _repaired,
+    "repaired": _repaired, "restarted": _restarted,
     "stopped": _stopped, "completed": _completed, "notice": _noticed,
+    "reported": _said("Report of the last {days} days", "text", page=True),
     "disk_full": _said("Disk full", "text", page=True),
     "save_failed": _said("The checkpoint of step {step} could not be written; trying again", "error"),
 }  # fmt: skip
