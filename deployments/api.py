@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
 
 from perdure.deployments.server import ServerFailed
 from perdure.tasks.redact import redact
@@ -15,10 +16,11 @@ _AUTH_HINT = "set PREFECT_API_AUTH_STRING (or PREFECT_API_KEY) as the server exp
 
 
 def api_url() -> str:
-    """URL of the API, without credentials checked; "" when none is chosen."""
+    """URL of the API, fit to be shown; "" when none is chosen."""
     from prefect.settings import get_current_settings
 
-    return (get_current_settings().api.url or "").rstrip("/")
+    parts = urlsplit((get_current_settings().api.url or "").rstrip("/"))
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def required_api_url() -> str:

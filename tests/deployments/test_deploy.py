@@ -21,10 +21,11 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.deployments import run_deployment
 from prefect.events import emit_event
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Running
 
 from perdure.cli.main import main
-from perdure.deployments import automations, table
+from perdure.deployments import api, automations, table
 from perdure.flows.hooks import on_cancellation, on_crashed, on_failure
 from perdure.tasks.pulse import CHUNK
 
@@ -212,7 +213,7 @@ def test_prefect_deploy_all_accepts_the_yaml_from_any_folder(
     command = [PREFECT, "--no-prompt", "deploy", "--all", "--prefect-file", str(table.PREFECT_YAML)]
     environment = {**os.environ, "PERDURE_RUN_TOML": str(toml)}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=120)
-    for verb in table.existing_verbs():
+    for verb in listed_verbs():
         made = client.read_deployment_by_name(f"{table.load_flow(verb).name}/run")
         assert made.pull_steps == []
         assert made.entrypoint == table.table()[verb]["entrypoint"]
@@ -220,10 +221,15 @@ def test_prefect_deploy_all_accepts_the_yaml_from_any_folder(
         assert verb == "train" or str(toml) in made.parameters.values()
 
 
+def listed_verbs() -> list[str]:
+    """What the yaml's `deployments` hold, by the table's names."""
+    verbs = {entry["entrypoint"]: verb for verb, entry in table.table().items()}
+    return [verbs[one["entrypoint"]] for one in yaml.safe_load(table.PREFECT_YAML.read_text())["deployments"]]
+
+
 def test_yaml_lists_exactly_the_flows_that_exist() -> None:
     """A new flow of the table needs its line under `deployments`, or `prefect deploy --all` forgets it."""
-    listed = yaml.safe_load(table.PREFECT_YAML.read_text())["deployments"]
-    assert [one["entrypoint"] for one in listed] == [table.table()[verb]["entrypoint"] for verb in table.existing_verbs()]
+    assert listed_verbs() == table.existing_verbs()
 
 
 def test_every_schedule_has_a_slug_of_its_own_and_upkeep_never_queues_up() -> None:
@@ -308,6 +314,24 @@ def test_silence_closes_the_row_and_tells_the_block_and_leaves_other_runs_alone(
     after_silence(speak, lambda: bool(told) and states()[0] == "CRASHED", "the row is closed, the block told")
     assert states() == ["CRASHED", "RUNNING", "RUNNING"]
     assert stalled.name in told[0]
+
+
+def test_stale_heartbeat_also_starts_the_watchdog_of_that_run(
+    toml: Path, deploy: Callable[..., Any], client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the verb's name in the table, whatever flow it has."""
+    monkeypatch.setitem(table.table()["watchdog"], "entrypoint", "perdure.flows.scrub:scrub")
+    deploy(toml)
+    watchdog = client.read_deployment_by_name(f"scrub/{name_of(toml)}")
+    [automation] = client.read_automations_by_name(f"perdure {name_of(toml)}: stale heartbeat")
+    assert [one.type for one in automation.actions] == ["change-flow-run-state", "run-deployment"]
+    assert getattr(automation.actions[1], "deployment_id", None) == watchdog.id
+    assert watchdog.parameters == {"config": str(toml)}
+
+
+def test_address_is_shown_without_its_password(prefect_api: str) -> None:
+    with temporary_settings({PREFECT_API_URL: "https://user:canary@prefect.example/api"}):
+        assert api.api_url() == "https://prefect.example/api"
 
 
 def test_hooks_are_called_by_their_parameter_names() -> None:
