@@ -11,6 +11,7 @@ from perdure.cli import render
 from perdure.cli.target import Target, add_selection, add_target, resolve, select
 from perdure.training import events
 from perdure.training.checkpoint import facts, lineage
+from perdure.training.checkpoint.catalog import sizes_in
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 from perdure.training.run_dir import CheckpointName, RunDir
@@ -65,7 +66,12 @@ def _check_all(target: Target, names: list[CheckpointName], args: argparse.Names
     checked = []
     for name in names:
         with render.Progress(f"step {name.step}", 0, quiet=args.json) as progress:
-            one = check(target.run, name, quick=args.quick, progress=progress)
+            try:
+                one = check(target.run, name, quick=args.quick, progress=progress)
+            except CheckpointNotFound:
+                if names == [name]:
+                    raise
+                continue  # pruned since it was listed
         checked.append(one)
         if not args.json:
             _print(one)
@@ -104,14 +110,14 @@ def check(run: RunDir, name: CheckpointName, *, quick: bool, progress: render.Pr
     damage = verify_in_run(run, name, deep=not quick, progress=progress.at, threads=threads)
     seconds = time.monotonic() - started
     note = _record(run, name, damage) if damage or not quick else ""
-    size = sum(path.lstat().st_size for path in folder.iterdir())
-    return Checked(name=name, damage=damage, seconds=seconds, bytes=size, note=note)
+    return Checked(name=name, damage=damage, seconds=seconds, bytes=sum(sizes_in(folder).values()), note=note)
 
 
 def _record(run: RunDir, name: CheckpointName, damage: "list[Damage]") -> str:
     """The fact, and an event when the checkpoint is quarantined by it. A folder we may not write to is still worth checking."""
-    before = facts.trust(run, name)
-    lines = tuple(f"{one.part}: {one.detail}" for one in damage)
+    from perdure.training.checkpoint.verify import told
+
+    before, lines = facts.trust(run, name), told(damage)
     result = "damaged" if damage else "good"
     fact = Fact(copy="local", checked_at=time.time(), result=result, damage=lines, location=str(name))
     try:

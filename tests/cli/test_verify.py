@@ -1,13 +1,20 @@
 """`verify` names what is damaged, per checkpoint and tensor, and what it finds is remembered."""
 
+import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from perdure.training import events
-from perdure.training.checkpoint.facts import read_fact
-from perdure.training.run_dir import CheckpointName, rank_index
+from perdure.training.checkpoint.facts import read_fact, trust
+from perdure.training.checkpoint.hold import try_hold_alone
+from perdure.training.files import remove_tree
+from perdure.training.run_dir import CheckpointName, rank_index, rank_pack
 
 Command = Callable[..., Any]
 NEWEST = CheckpointName(40, 1)
@@ -63,3 +70,38 @@ def test_missing_checkpoint_is_answered_with_those_there_are(made: Any, command:
     assert answer.code == 4
     assert "has no checkpoint of step 30" in answer.err
     assert "20, 40" in answer.err
+
+
+def test_damage_of_very_many_leaves_still_quarantines(made: Any, command: Command) -> None:
+    leaves = {f"{number:03d}" + "x" * 3000: ("tensor", "uint8", (4,), bytes([number] * 4)) for number in range(250)}
+    made.write(60, leaves=leaves)
+    name = CheckpointName(60, 1)
+    pack = made.run.checkpoint(name) / rank_pack(0)
+    pack.write_bytes(bytes([251]) * pack.stat().st_size)
+    assert command("verify", made.run.root, "--step", "60").code == 5
+    assert trust(made.run, name) == "quarantined"
+
+
+def test_what_is_pruned_while_others_are_verified_is_left_out(made: Any) -> None:
+    oldest = CheckpointName(20, 1)
+    with try_hold_alone(made.run.checkpoint(oldest)) as alone:
+        assert alone
+        command = [sys.executable, "-m", "perdure.cli", "verify", str(made.run.root), "--json"]
+        asked = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        try:
+            while not waits_for_a_lock(asked.pid):
+                assert asked.poll() is None, "it waits for the first one, everything is listed"
+                time.sleep(0.01)
+            remove_tree(made.run.checkpoint(NEWEST))
+        except BaseException:
+            asked.kill()
+            raise
+    out, _ = asked.communicate()
+    assert asked.returncode == 0
+    assert [one["name"] for one in json.loads(out)["checkpoints"]] == [str(oldest)]
+
+
+def waits_for_a_lock(pid: int) -> bool:
+    """By the kernel's table, where an arrow stands before those who wait."""
+    lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return any("->" in line and str(pid) in line for line in lines)

@@ -163,6 +163,23 @@ def test_what_was_rolled_up_takes_the_place_of_the_increment_in_the_store(
     assert sorted(info.key.rpartition("/")[2] for info in store.list(RunDir.checkpoint_key(SECOND, ""))) == sorted(keys)
 
 
+def test_the_increment_in_the_store_does_not_take_the_place_of_the_full_made_of_it_here(
+    folder_store: FolderStore, history: MadeRun
+) -> None:
+    push(history.dir, folder_store, SECOND)
+    rolled_up(history, SECOND)
+    full = manifest.read(history.dir.checkpoint(SECOND))
+    newer = history.write(CheckpointName(130, 1), state(130), base=SECOND)
+    files.remove_tree(history.dir.checkpoint(FULL))
+    assert pull(folder_store, history.dir) == SECOND
+    assert manifest.read(history.dir.checkpoint(SECOND)) == full
+    assert not history.dir.checkpoint(FULL).exists()
+    assert verify_folder(history.dir.checkpoint(newer)) == []
+    _flip(history.dir.checkpoint(SECOND) / "rank-00000.full.pack")
+    assert pull(folder_store, history.dir) == SECOND
+    assert verify_folder(history.dir.checkpoint(SECOND)) == []
+
+
 def test_a_rolled_up_one_of_another_state_replaces_nothing(folder_store: FolderStore, history: MadeRun) -> None:
     push(history.dir, folder_store, SECOND)
     rolled_up(history, SECOND)

@@ -172,5 +172,11 @@ def _of_folder(data: bytes, folder: Path) -> Manifest:
     return manifest
 
 
+def is_rolled_up(full: Manifest, increment: Manifest) -> bool:
+    """Whether one is the full that was made of the other in its place: the same state, without the base."""
+    same = (full.run, full.name, full.state_digest) == (increment.run, increment.name, increment.state_digest)
+    return same and full.base is None and increment.base is not None
+
+
 def is_committed(run: RunDir, name: CheckpointName) -> bool:
     return run.manifest(name).exists()

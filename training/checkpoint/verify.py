@@ -146,7 +146,7 @@ def check(run: RunDir, name: CheckpointName, *, deep: bool = True, threads: int 
         copy="local",
         checked_at=time.time(),
         result="damaged" if damage else "good",
-        damage=_told(damage),
+        damage=told(damage),
         location=folder.name,
     )
     if not folder.is_dir():
@@ -155,7 +155,7 @@ def check(run: RunDir, name: CheckpointName, *, deep: bool = True, threads: int 
     return fact
 
 
-def _told(damage: list[Damage]) -> tuple[str, ...]:
+def told(damage: list[Damage]) -> tuple[str, ...]:
     """For the fact, which has to stay small enough to be read again."""
     lines = [f"{item.part}: {item.detail}"[:_LINE] for item in damage[:_LINES]]
     return (*lines, *([f"and {len(damage) - _LINES} more"] if len(damage) > _LINES else []))

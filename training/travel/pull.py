@@ -19,6 +19,7 @@ from perdure.training.checkpoint.manifest import MAX_MANIFEST, FileRecord, Manif
 from perdure.training.checkpoint.pack import MAX_STORED_INDEX, IndexEntry
 from perdure.training.checkpoint.reader import check_is_base, read_index
 from perdure.training.checkpoint.run_info import RunInfo, read_run_info
+from perdure.training.checkpoint.verify import verify_folder
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, DiskFull, ObjectNotFound, StoreConflict, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
@@ -109,6 +110,8 @@ class _Pull:
         """Fetch and prove one candidate, its base first."""
         try:
             wanted = [found := self._manifest(name, info)]
+            if self._is_full_here(found):
+                return True
             if found.base_name is not None:
                 wanted.insert(0, self._base(found, found.base_name, info))
             self._check_room(sum(record.bytes for one in wanted for record in one.files))
@@ -125,6 +128,15 @@ class _Pull:
             problem = str(error)
         self._report(f"checkpoint {name} in {self._store.url} is damaged: {problem}; using the one before it")
         return False
+
+    def _is_full_here(self, increment: Manifest) -> bool:
+        """Rolled up here since it was pushed: the increment must not take its place, others may be written against that."""
+        folder = self._run.checkpoint(increment.name)
+        try:
+            here = manifest.read(folder)
+        except (CheckpointNotFound, CheckpointDamaged):
+            return False
+        return manifest.is_rolled_up(here, increment) and not verify_folder(folder, deep=False)
 
     def _base(self, increment: Manifest, name: CheckpointName, info: RunInfo) -> Manifest:
         if name in self._damaged:

@@ -73,7 +73,7 @@ class _Push:
 
     def _put(self, reader: CheckpointReader) -> Fact:
         there = self._stored_manifest(reader)
-        if there is None or not _is_rolled_up(there, reader.manifest):
+        if there is None or not manifest.is_rolled_up(there, reader.manifest):
             for part in (0, 1):  # packs first, then indexes
                 for rank in range(reader.ranks):
                     self._put_file(reader, rank, part)
@@ -158,7 +158,7 @@ class _Push:
         except CheckpointDamaged:
             self._store.put(key, data)
             return
-        if not _is_rolled_up(ours, other):
+        if not manifest.is_rolled_up(ours, other):
             raise StoreConflict(
                 f"{self._store.url}/{key} holds another checkpoint (state {other.state_digest[:16]}, run {other.run})",
                 "another machine committed under the same token: pull into a new directory and go on from there",
@@ -190,9 +190,3 @@ class _Push:
         self._done += count
         if self._progress:
             self._progress(min(self._done, self._total), self._total)
-
-
-def _is_rolled_up(full: Manifest, increment: Manifest) -> bool:
-    """Whether one is the full that was made of the other in its place: the same state, without the base."""
-    same = (full.run, full.name, full.state_digest) == (increment.run, increment.name, increment.state_digest)
-    return same and full.base is None and increment.base is not None
