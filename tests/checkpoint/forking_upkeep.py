@@ -10,6 +10,7 @@ from pathlib import Path
 from perdure.training import files
 from perdure.training.checkpoint import prune
 from perdure.training.checkpoint.lineage import lineage
+from perdure.training.checkpoint.pins import pin, unpin
 from perdure.training.checkpoint.rollup import roll_up
 from perdure.training.checkpoint.upkeep import upkeep
 from perdure.training.retention_settings import RetentionSection
@@ -24,8 +25,17 @@ def act(order: dict[str, str | int]) -> None:
         if order["act"] == "rollup":
             roll_up(run, lineage(run)[0])
             return
-        found = prune.survey(run, RetentionSection(keep_last=int(order["keep_last"])), stored=False, is_idle=lambda: True)
-        prune.execute(run, found)
+        if order["act"] == "pin":
+            pin(run, "late", lineage(run)[0])
+            return
+        if order["act"] == "unpin":
+            unpin(run, "late")
+            return
+        rolling = order["act"] == "prune_rolling"
+        found = prune.survey(
+            run, RetentionSection(keep_last=int(order["keep_last"])), stored=False, is_idle=lambda: True, may_roll_up=rolling
+        )
+        prune.execute(run, found, roll_up=roll_up if rolling else None)
 
 
 def main() -> None:

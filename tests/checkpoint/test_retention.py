@@ -165,3 +165,11 @@ def test_after_the_plan_was_carried_out_there_is_nothing_left_to_do(rng: random.
     stays = {verdict.name for verdict in plan(rows, keep_last, stored).keep}
     again = plan([row for row in rows if row.name in stays], keep_last, stored)
     assert again.remove == ()
+
+
+@pytest.mark.parametrize("base", [[listed(100, "quarantined")], []], ids=["damaged", "gone"])
+def test_increments_that_lost_their_base_count_for_nothing(base: list[Listed]) -> None:
+    decided = plan([listed(50), *base, listed(110, base=100), listed(120, base=100)], 2, False)
+    assert decided.remove == ()
+    assert decided.anchor == name(50)
+    assert reasons(decided, 120) == "damaged: not counted, kept to be looked at"

@@ -47,7 +47,7 @@ def read_catalog(run: RunDir) -> Catalog:
     left = [path for path in found if CheckpointName.parse(path.name) not in ours]
     for name in ours:
         left += [names[name] / file for file in strays(found[names[name]], listed[name].manifest)]
-    left += [path for path in _children(run.launches) if files.is_temporary(path.name)]
+    left += [path for place in (run.launches, run.pins) for path in _children(place) if files.is_temporary(path.name)]
     return Catalog(tuple(listed.values()), tuple(sorted(left)))
 
 
