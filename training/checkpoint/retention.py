@@ -4,7 +4,7 @@ Whatever the policies say, four things stay: what does not count (unverified, da
 verified one, milestones, and every base that something kept needs."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.pins import Pins
@@ -91,17 +91,17 @@ def decide(
 ) -> Plan:
     """The union of what the policies keep, and what is never deleted. `abandoned_stay`: why what lies outside the lineage is
     kept too; it goes when there is no reason."""
-    every = sorted(listed, key=lambda one: one.name)
+    every = _judged(sorted(listed, key=lambda one: one.name))
     reasons: Reasons = {}
     counts = _IN_STORE if stored else VERIFIED
-    counted = [one for one in reversed(every) if one.in_lineage and _trust(one) in counts]
+    counted = [one for one in reversed(every) if one.in_lineage and one.trust in counts]
     _add(reasons, {one.name: _milestone(pins.names[one.name]) for one in every if one.name in pins.names})
     for policy in policies:
         _add(reasons, policy(counted))
-    newest = next((one for one in reversed(every) if one.in_lineage and _trust(one) in VERIFIED), None)
+    newest = next((one for one in reversed(every) if one.in_lineage and one.trust in VERIFIED), None)
     if newest is not None:
         _add(reasons, {newest.name: "the newest verified"})
-    _add(reasons, {one.name: _uncounted(one) for one in every if one.in_lineage and _trust(one) not in counts})
+    _add(reasons, {one.name: _uncounted(one) for one in every if one.in_lineage and one.trust not in counts})
     if abandoned_stay:
         _add(reasons, {one.name: abandoned_stay for one in every if not one.in_lineage})
     if pins.problem:
@@ -113,9 +113,13 @@ def decide(
     return Plan(verdicts=verdicts, anchor=newest.name if newest is not None else None)
 
 
-def _trust(one: Listed) -> str:
-    """What has a manifest that cannot be read is damaged, whatever was once found."""
-    return "quarantined" if one.problem else one.trust
+def _judged(every: Sequence[Listed]) -> list[Listed]:
+    """Whatever was once found: what has a manifest that cannot be read is damaged, and so is what has lost its base."""
+    sound = {one.name for one in every if not one.problem and one.trust != "quarantined"}
+    return [
+        one if one.name in sound and (one.base is None or one.base in sound) else replace(one, trust="quarantined")
+        for one in every
+    ]
 
 
 def _milestone(labels: Sequence[str]) -> str:
@@ -128,12 +132,12 @@ def _roll_ups(every: Sequence[Listed], kept: Reasons, pins: Pins) -> dict[Checkp
     for one in every:
         if one.base is not None and one.name in kept:
             dependents.setdefault(one.base, []).append(one)
-    fulls = {one.name: one for one in every if one.base is None and _trust(one) in VERIFIED}
+    fulls = {one.name: one for one in every if one.base is None and one.trust in VERIFIED}
     newest = max((name for name, one in fulls.items() if one.in_lineage), default=None)
     return {
         ones[0].name: base
         for base, ones in dependents.items()
-        if len(ones) == 1 and ones[0].name in pins.names and _trust(ones[0]) in VERIFIED
+        if len(ones) == 1 and ones[0].name in pins.names and ones[0].trust in VERIFIED
         and base in fulls and base not in kept and base != newest
     }  # fmt: skip
 
@@ -144,7 +148,7 @@ def _add(reasons: Reasons, more: Mapping[CheckpointName, str]) -> None:
 
 
 def _uncounted(one: Listed) -> str:
-    if _trust(one) == "quarantined":
+    if one.trust == "quarantined":
         return "damaged: not counted, kept to be looked at"
     return "not verified yet" if one.trust == "written" else "not in the store yet"
 
