@@ -101,3 +101,12 @@ def test_one_whose_files_are_replaced_while_we_look_is_looked_at_again(two: RunD
     monkeypatch.setattr(glances, "sizes_in", late)
     assert parts(two) == {10: [], 20: []}
     assert looks.count(folder) == 2
+
+
+def test_a_base_that_is_a_file_is_a_missing_base(run: RunDir) -> None:
+    for step, base in ((10, None), (20, name(10))):
+        write(run, small_source(step), base=base)
+    assert manifests.read(run.checkpoint(name(20))).base_name == name(10)
+    shutil.rmtree(run.checkpoint(name(10)))
+    run.checkpoint(name(10)).write_bytes(b"")
+    assert parts(run) == {20: ["base"]}

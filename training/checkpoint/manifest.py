@@ -140,7 +140,7 @@ def read(folder: Path) -> Manifest:
         if not (folder / MANIFEST).is_file() and os.path.lexists(folder / MANIFEST):
             raise ValueError(f"{MANIFEST} is not a regular file")
         data = files.read_limited(folder / MANIFEST, MAX_MANIFEST)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFound(f"{folder} holds no {MANIFEST}: there is no checkpoint of this name") from None
     except (ValueError, OSError) as error:
         raise _refused(error, folder) from None
