@@ -126,7 +126,7 @@ class Board:
             f"**{number}**" if record.id == of else f"[{number}]({base}/v2/runs/flow-run/{record.id})"
             for number, record in enumerate(records, 1)
         ]
-        return "Flow runs of this run: " + (" ... " if len(shown) > 20 else "") + " · ".join(shown[-20:])
+        return "Flow runs of this run: " + (" ... " if len(shown) > 20 else "") + ", ".join(shown[-20:])
 
     def _show(self, client: SyncPrefectClient) -> None:
         if not self.run.run_json.exists():

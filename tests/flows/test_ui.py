@@ -78,9 +78,9 @@ def test_killed_flow_run_is_closed_linked_and_followed(run: Run, client: SyncPre
     assert shown["progress"].data == 100.0
     assert "step 40 of 40" in shown["markdown"].data
     assert shown["markdown"].data.count("](data:image/svg+xml;base64,") == 2
-    assert f"[1](/v2/runs/flow-run/{first.id}) · **2**" in shown["markdown"].data
+    assert f"[1](/v2/runs/flow-run/{first.id}), **2**" in shown["markdown"].data
     before = artifacts_of(client, first)["markdown"].data
-    assert before.startswith(f"Flow runs of this run: **1** · [2](/v2/runs/flow-run/{second.id}) (this one is over")
+    assert before.startswith(f"Flow runs of this run: **1**, [2](/v2/runs/flow-run/{second.id}) (this one is over")
     assert "](data:image/svg+xml;base64," in before
 
 
