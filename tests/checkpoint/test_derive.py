@@ -31,7 +31,7 @@ def assert_comes_back(run: RunDir, source: Source, derived: dict[str, Derived]) 
     assert verify_folder(run.checkpoint(FIRST)) == verify_folder(run.checkpoint(FIRST), deep=False) == []
     with open_checkpoint(run.checkpoint(FIRST)) as reader:
         assert {path: entry.derived for path, entry in reader.entries.items() if entry.derived} == derived
-        for path, raw in reader.read_all(reader.entries, 2):
+        for path, raw in ((path, reader.read(path)) for path in reader.entries):
             assert bytes(raw) == source.bytes[path] == bytes(reader.read(path))
 
 

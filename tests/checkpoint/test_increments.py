@@ -45,9 +45,9 @@ def assert_comes_back(run: RunDir, name: CheckpointName, *sources: Source) -> No
     assert verify_folder(folder) == verify_folder(folder, deep=False) == verify_folder(folder, threads=3) == []
     with open_checkpoint(folder) as reader:
         for rank, source in enumerate(sources):
-            assert [(path, bytes(raw)) for path, raw in reader.read_all(reader.rank_entries(rank), 2, rank)] == [
-                (entry.path, source.bytes[entry.path]) for entry in source.entries
-            ]
+            assert [
+                (path, bytes(raw)) for path, raw in ((path, reader.read(path, rank)) for path in reader.rank_entries(rank))
+            ] == [(entry.path, source.bytes[entry.path]) for entry in source.entries]
             for path, raw in source.bytes.items():
                 assert bytes(reader.read(path, rank)) == raw
 

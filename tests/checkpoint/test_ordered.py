@@ -3,12 +3,8 @@
 import threading
 
 import pytest
-from snapshots import Source, random_bytes, write
 
 from perdure.training.checkpoint.ordered import in_order
-from perdure.training.checkpoint.pack import BLOB_BYTES
-from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
-from perdure.training.run_dir import CheckpointName, RunDir
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -55,23 +51,3 @@ def test_a_failure_comes_out_in_its_place_and_nothing_is_left_running() -> None:
     with pytest.raises(ValueError, match="seven"):
         next(found)
     assert threading.active_count() == before
-
-
-def test_leaves_are_read_few_blobs_ahead_and_those_asked_for_only(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Source()
-    for number in range(30):
-        source.tensor(f"w{number}", "uint8", (100_000,), random_bytes(number, 100_000))
-    source.tensor("large", "uint8", (2 * BLOB_BYTES + 5,), random_bytes("large", 2 * BLOB_BYTES + 5))
-    write(run, source)
-    read: list[str] = []
-    real = CheckpointReader.stored
-    monkeypatch.setattr(CheckpointReader, "stored", lambda self, blob, rank=0: read.append("x") or real(self, blob, rank))
-    with open_checkpoint(run.checkpoint(CheckpointName(2, 1))) as reader:
-        leaves = reader.read_all(["large", "w5", *(f"w{number}" for number in range(20))], 1)
-        path, raw = next(leaves)
-        assert (path, bytes(raw)) == ("large", source.bytes["large"])
-        assert len(read) <= 3 + 4
-        assert [(path, bytes(raw)) for path, raw in leaves] == [
-            (path, source.bytes[path]) for path in ["w5", *(f"w{number}" for number in range(20))]
-        ]
-    assert len(read) == 3 + 21

@@ -1,6 +1,7 @@
 """Staging: what is in the slot is what was live, however many tensors there are and however the state grows."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -278,3 +279,22 @@ class Holder:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.value = state["value"]
+
+
+def test_parameters_put_elsewhere_before_the_copy_gets_to_them_are_saved_as_they_were(slots: Slots) -> None:
+    model, optimizer = batch_norm_net()
+    forward_backward(model)
+    optimizer.step()
+    tracked = {"model": model, "optimizer": optimizer}
+    overlap, (stager, announced) = Overlap(tracked), staged(slots)
+    leaves = collect(tracked)
+    before, swapped = state_digest(leaves), threading.Event()
+    overlap._thread.submit(swapped.wait)  # the copy begins after the swap
+    overlap.start(stager.begin(0, leaves, about()), lambda: announced.append(1))
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter)
+    swapped.set()
+    overlap.settle()
+    assert announced == [1]
+    assert digest_in(slots[0]) == before != state_digest(collect(tracked))
+    overlap.close()

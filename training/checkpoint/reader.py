@@ -3,10 +3,9 @@
 An open reader holds its checkpoint, and the base of an increment: neither is deleted meanwhile. Threads may share one."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 import blake3
 import numpy as np
@@ -15,9 +14,7 @@ import xxhash
 from perdure.training.checkpoint.codec import DELTA, decode_blob
 from perdure.training.checkpoint.derive import cast
 from perdure.training.checkpoint.manifest import FileRecord, Manifest
-from perdure.training.checkpoint.ordered import INLINE, in_order
 from perdure.training.checkpoint.pack import (
-    BLOB_BYTES,
     MAX_STORED_INDEX,
     REFERENCE,
     Blob,
@@ -31,14 +28,6 @@ from perdure.training.checkpoint.pack import (
 )
 from perdure.training.checkpoint.source import ByteSource, open_folder
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
-
-
-class _Job(NamedTuple):
-    """One blob to read, into its place in the whole leaf if that has several."""
-
-    entry: IndexEntry
-    number: int
-    whole: memoryview | None
 
 
 def check_blob(entry: IndexEntry, blob: Blob, stored: bytes, where: str) -> None:
@@ -159,25 +148,6 @@ class CheckpointReader:
         for number, blob in enumerate(entry.blobs):
             out[at : at + blob.raw] = self.blob(entry, number, rank)
             at += blob.raw
-
-    def read_all(self, paths: Iterable[str], threads: int, rank: int = 0) -> Iterator[tuple[str, memoryview]]:
-        """Each of these leaves with its bytes, in this order, decoded by threads; few blobs are ahead of what is asked for."""
-        entries = self.rank_entries(rank)
-
-        def read(job: _Job) -> memoryview:
-            raw = self.blob(job.entry, job.number, rank) if job.entry.blobs else memoryview(b"")
-            if job.whole is not None:
-                job.whole[job.number * BLOB_BYTES : job.number * BLOB_BYTES + len(raw)] = raw
-            return raw
-
-        def jobs() -> Iterator[_Job]:
-            for entry in (entries[path] for path in paths):
-                whole = self.room(entry) if len(entry.blobs) > 1 else None
-                yield from (_Job(entry, number, whole) for number in range(max(len(entry.blobs), 1)))
-
-        for job, raw in in_order(read, jobs(), threads=threads, here=lambda job: job.entry.nbytes <= INLINE):
-            if job.number >= len(job.entry.blobs) - 1:
-                yield job.entry.path, raw if job.whole is None else job.whole
 
     def blob(self, entry: IndexEntry, number: int, rank: int = 0) -> memoryview:
         """The bytes of one blob, wherever they come from, checked. Raises CheckpointDamaged naming the leaf."""

@@ -181,6 +181,7 @@ def _same_or_refuse(folder: Path, snapshots: Sequence[SnapshotSource]) -> Manife
     )
     if digest_of(leaves) != found.state_digest:
         raise CheckpointDamaged(f"{folder} is committed already, with another state; it is left as it is", part="manifest")
+    files.fsync_dir(folder)  # the first try may have failed at just that
     return found
 
 

@@ -126,6 +126,5 @@ class Link:
         self.say(snapshot=slot, step=step)
 
     def hold(self, slot: int, step: int) -> None:
-        """The snapshot in `slot` is whole; it is written only if this process dies before the next."""
+        """The snapshot in `slot` is whole; the agent finds it there if this process dies before the next."""
         self._steps[slot] = step
-        self.say(held=slot, step=step)

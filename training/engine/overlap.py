@@ -56,6 +56,8 @@ class Overlap:
         now: list[int] = []
         for index, value in enumerate(staging.values):
             (later if value.numel() and (value.data_ptr(), value.nbytes) in own else now).append(index)
+        for index in later:  # the memory of now, whatever `parameter.data = ...` puts in its place before the copy gets there
+            staging.values[index] = staging.values[index].detach()
         first = staging.copy(now)
         on_device = [index for index in later if staging.values[index].is_cuda]
         on_host = [index for index in later if not staging.values[index].is_cuda]
