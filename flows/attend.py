@@ -3,14 +3,16 @@
 Two looks some seconds apart decide what is dead; the one restart decision says what follows. What lives is not touched."""
 
 import contextlib
+import fcntl
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perdure.flows.restart import Attempt, Decision, attempts_of, decide
-from perdure.training import events
+from perdure.training import events, files
 from perdure.training.agent.lock import RunLock, end_agent, is_held
 from perdure.training.config import load_config
 from perdure.training.errors import PerdureError, RunBusy
@@ -58,6 +60,27 @@ def _attend(run: RunDir, verdict: Verdict, means: Means) -> Attended:
         return Attended(run=run, verdict=verdict)
     if means.dry_run:
         return Attended(run=run, verdict=verdict, action=f"would act: {_decision(run, look(run)).reason}")
+    with _alone(run) as alone:
+        if not alone:
+            return Attended(run=run, verdict=verdict, action="left alone: another watchdog helps it")
+        return _help(run, verdict, means)
+
+
+@contextlib.contextmanager
+def _alone(run: RunDir) -> Iterator[bool]:
+    """True for one watchdog at a time."""
+    fd = os.open(run.watchdog_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.FILE_MODE)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(fd)
+
+
+def _help(run: RunDir, verdict: Verdict, means: Means) -> Attended:
     if verdict.state == "frozen":
         end_agent(run, grace=0.0)
         if not _wait_free(run):

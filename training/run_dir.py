@@ -85,6 +85,11 @@ class RunDir:
         return self.root / "upkeep.lock"
 
     @property
+    def watchdog_lock(self) -> Path:
+        """flock of the one watchdog that helps this run."""
+        return self.root / "watchdog.lock"
+
+    @property
     def stop_request(self) -> Path:
         """Exists while somebody asks this run to stop; its text is the reason."""
         return self.root / "stop"
