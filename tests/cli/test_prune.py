@@ -89,3 +89,27 @@ def test_a_run_without_checkpoints_has_nothing_to_prune(made: Any, command: Comm
     for path in sorted(made.run.checkpoints.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     assert command("prune", made.run.root, "--keep-last", "1").out.startswith("nothing to prune")
+
+
+def test_flags_take_the_place_of_the_settings_and_add_up(made: Any, command: Command) -> None:
+    made.write(60)
+    stored(made, 20, 40, 60)
+    section = ("--set", "retention.keep_last=3")
+    assert "nothing to prune" in command("prune", made.toml, *section, "--dry-run").out
+    planned = command("prune", made.toml, *section, "--keep-last", "1", "--keep-every", "20", "--dry-run", "--json").json
+    assert (planned["keep_last"], planned["keep_every"]) == (1, 20)
+    assert [one["action"] for one in planned["checkpoints"]] == ["keep", "keep", "keep"]
+    done = command("prune", made.toml, *section, "--keep-last", "0", "--keep-within", "36h", "--keep-every", "40")
+    assert "within 36h of the newest" in done.out
+    done = command("prune", made.toml, *section, "--keep-last", "0", "--keep-every", "40").out
+    assert "step is a multiple of 40" in done
+    assert names(made) == ["000000000040-0001", "000000000060-0001"]
+
+
+def test_a_flag_that_cannot_be_deletes_nothing(made: Any, command: Command) -> None:
+    """Case H9."""
+    stored(made, 20, 40)
+    for flags in (("--keep-last", "-1"), ("--keep-within", "7m"), ("--keep-last", "all"), ("--keep-daily", "-2")):
+        answer = command("prune", made.run.root, *flags)
+        assert (answer.code, flags[0] in answer.err) == (2, True)
+    assert len(names(made)) == 2

@@ -125,9 +125,17 @@ def _modified(path: Path) -> float:
 
 
 def _bytes_of(path: Path) -> int:
+    """A live writer's temporary files come and go while we look."""
     if path.is_symlink() or not path.is_dir():
-        return path.lstat().st_size if os.path.lexists(path) else 0
-    return sum(child.lstat().st_size for child in path.rglob("*") if not child.is_dir())
+        return _size(path)
+    return sum(_size(Path(folder, name)) for folder, _, names in os.walk(path) for name in names)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def execute(run: RunDir, found: Survey, *, enough: Callable[[], bool] = lambda: False, roll_up: RollUp | None = None) -> Done:
