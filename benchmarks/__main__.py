@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import increments, overhead, ratios, saves, sizes, stall, throttled, wall
+from benchmarks import increments, overhead, ratios, retention, saves, sizes, stall, throttled, wall
 from benchmarks.report import RESULTS, Question, Report, Section, Setting
 
 QUESTIONS: dict[str, Question] = {
@@ -22,6 +22,7 @@ QUESTIONS: dict[str, Question] = {
     "wall": wall.measure,
     "saves-1.5": saves.large,
     "sizes": sizes.measure,
+    "retention": retention.measure,
     "overhead": overhead.measure,
 }
 ENGINE = [name for name in QUESTIONS if name != "overhead"]
