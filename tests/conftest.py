@@ -209,7 +209,8 @@ def open_s3(s3_keys: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of the API; also in PREFECT_API_URL, with the client settings a run gives its flow."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings  # here: most tests do not want its seconds
+    from prefect.events.worker import EventsWorker  # here: most tests do not want its seconds
+    from prefect.settings import PREFECT_API_URL, temporary_settings
 
     home = server.ServerHome(tmp_path_factory.mktemp("prefect") / "home")
     with server.acquire(home) as local:
@@ -217,5 +218,6 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         os.environ.update(server.client_environment(local.url, home))
         with temporary_settings({PREFECT_API_URL: local.url}):  # this process has read its settings already
             yield local.url
+            EventsWorker.drain_all(timeout=20)  # else it tries to reach the ended server, long past the last test
         os.environ.clear()
         os.environ.update(before)
