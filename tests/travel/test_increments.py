@@ -13,7 +13,7 @@ from perdure.training import events, files
 from perdure.training.checkpoint import facts, manifest
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.verify import verify_folder
-from perdure.training.errors import CheckpointDamaged, StoreConflict
+from perdure.training.errors import CheckpointDamaged, StoreConflict, StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.folder import FolderStore
 from perdure.training.storage.store import ObjectStore
@@ -161,6 +161,24 @@ def test_what_was_rolled_up_takes_the_place_of_the_increment_in_the_store(
     assert sorted(keys) == ["check.json", "manifest.json", "rank-00000.full.index", "rank-00000.full.pack"]
     push(increment, store, SECOND)  # a machine that still has the increment changes nothing
     assert sorted(info.key.rpartition("/")[2] for info in store.list(RunDir.checkpoint_key(SECOND, ""))) == sorted(keys)
+
+
+def test_a_rotten_full_in_the_store_is_no_good_copy_of_the_increment_it_was_made_from(
+    folder_store: FolderStore, history: MadeRun, tmp_path: Path
+) -> None:
+    push(history.dir, folder_store, SECOND)
+    increment = RunDir(tmp_path / "increment")
+    pull(folder_store, increment)
+    rolled_up(history, SECOND)
+    push(history.dir, folder_store, SECOND)
+    files.remove(increment.fact(SECOND, "store"))
+    key = RunDir.checkpoint_key(SECOND, "rank-00000.full.pack")
+    data = bytearray(folder_store.get(key, limit=1 << 30))
+    data[len(data) // 2] ^= 1
+    folder_store.put(key, bytes(data))
+    with pytest.raises(StoreError, match="is damaged"):
+        push(increment, folder_store, SECOND)
+    assert facts.read_fact(increment, SECOND, "store") is None
 
 
 def test_the_increment_in_the_store_does_not_take_the_place_of_the_full_made_of_it_here(

@@ -19,6 +19,7 @@ from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.errors import CheckpointDamaged, ObjectNotFound, StoreConflict, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore, ShouldStop, TransferStopped
+from perdure.training.travel import copies
 from perdure.training.travel.digest import Proof
 from perdure.training.travel.fence import claim_run, record_launch
 
@@ -65,7 +66,7 @@ class _Push:
             claim_run(self._run, self._store)
             self._put_launches()
             base = reader.base
-            wanted = [reader] if base is None or self._stored_manifest(base) == base.manifest else [base, reader]
+            wanted = [reader] if base is None or self._is_pushed(base) else [base, reader]
             self._total = 2 * sum(record.bytes for one in wanted for record in one.manifest.files)
             for one in wanted:
                 fact = self._put(one)
@@ -73,12 +74,24 @@ class _Push:
 
     def _put(self, reader: CheckpointReader) -> Fact:
         there = self._stored_manifest(reader)
-        if there is None or not manifest.is_rolled_up(there, reader.manifest):
+        if there is not None and manifest.is_rolled_up(there, reader.manifest):
+            self._prove_rolled_up(there)
+        else:
             for part in (0, 1):  # packs first, then indexes
                 for rank in range(reader.ranks):
                     self._put_file(reader, rank, part)
             self._put_manifest(reader.manifest)
         return self._record(reader.manifest.name)
+
+    def _prove_rolled_up(self, there: Manifest) -> None:
+        """The store has a full that was made of our increment: nothing to send, all of it to be read."""
+        state = copies.check(copies.Stored(self._store), None, there.name, there.run, self._count_read)
+        if not state.good:
+            told = "; ".join(state.bad.values())[:300]
+            raise StoreError(
+                f"{self._store.url}: the full {there.name} there is damaged ({told})",
+                hint="run `perdure rollup` on the local one, then push again",
+            )
 
     def _opened(self) -> CheckpointReader:
         """The local copy, held while it is sent. What is known to be damaged, or has a base that is, is not sent."""
@@ -102,6 +115,11 @@ class _Push:
         if fact is not None and fact.result != "good":
             told = "; ".join(fact.damage)[:300]
             raise CheckpointDamaged(f"{self._run.checkpoint(name)} is quarantined ({told}): not pushed", part="pack")
+
+    def _is_pushed(self, base: CheckpointReader) -> bool:
+        """It was read back from the store once, and is there still."""
+        fact = facts.read_fact(self._run, base.manifest.name, "store")
+        return fact is not None and fact.result == "good" and self._stored_manifest(base) == base.manifest
 
     def _stored_manifest(self, reader: CheckpointReader) -> Manifest | None:
         """What the store has under this name; None for nothing, or nothing that can be read."""
