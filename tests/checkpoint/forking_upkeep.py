@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from upkeep_runs import save
+
 from perdure.training import files
 from perdure.training.checkpoint import prune
 from perdure.training.checkpoint.lineage import lineage
@@ -31,6 +33,8 @@ def act(order: dict[str, str | int]) -> None:
         if order["act"] == "unpin":
             unpin(run, "late")
             return
+        if order["act"] == "save_then_prune":
+            save(run, 50)
         rolling = order["act"] == "prune_rolling"
         found = prune.survey(
             run, RetentionSection(keep_last=int(order["keep_last"])), stored=False, is_idle=lambda: True, may_roll_up=rolling

@@ -122,6 +122,25 @@ def test_killed_before_each_disk_call_the_next_prune_leaves_exactly_what_is_kept
     assert 20 < number < 199
 
 
+def test_killed_anywhere_in_a_save_and_the_prune_after_it_a_verified_one_is_there(
+    four: RunDir, tmp_path: Path, order_upkeep: Order
+) -> None:
+    """Case H1, keep one: the old one goes only when the new one is committed and proven."""
+    shutil.copytree(four.root, tmp_path / "pristine")
+    for number in range(1, 200):
+        status = order_upkeep(four, f"prune:kill:{number}", act="save_then_prune")
+        proven = [one for one in committed(four) if facts.trust(four, one) == "verified"]
+        assert proven[-1] in (name(40), name(50))
+        assert verify_folder(four.checkpoint(proven[-1])) == []
+        if status == 0:
+            break
+        assert status == -9
+        shutil.rmtree(four.root)
+        shutil.copytree(tmp_path / "pristine", four.root)
+    assert left(four) == [50]
+    assert 20 < number < 199
+
+
 def test_what_a_killed_prune_left_is_swept_even_while_the_run_trains(four: RunDir, order_upkeep: Order) -> None:
     assert order_upkeep(four, "prune:kill:3") == -9  # the manifest is gone, the packs are not
     half = four.checkpoint(name(10))
