@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from snapshots import small_source, write
 from upkeep_runs import keep, launch, left, name, needed, prune_all, save, used
 
 from perdure.training import events, files
@@ -16,7 +17,7 @@ from perdure.training.checkpoint.hold import hold
 from perdure.training.checkpoint.lineage import committed
 from perdure.training.checkpoint.prune import Done
 from perdure.training.checkpoint.upkeep import try_upkeep, upkeep
-from perdure.training.checkpoint.verify import verify_folder
+from perdure.training.checkpoint.verify import check, verify_folder
 from perdure.training.errors import RunBusy
 from perdure.training.run_dir import RunDir
 
@@ -79,6 +80,17 @@ def test_nothing_goes_once_the_newest_good_one_is_found_damaged(four: RunDir) ->
     assert set(done.spared) == {name(10), name(20), name(30)}
     prune_all(four, 1)
     assert left(four) == [30, 40], "planned anew, the newest that counts is another"
+
+
+def test_nothing_goes_once_the_base_of_the_newest_good_one_is_found_damaged(four: RunDir) -> None:
+    assert write(four, small_source(50, 40), name=name(50), base=name(40)).base is not None
+    assert check(four, name(50)).result == "good"
+    found = prune.survey(four, keep(1), stored=False, is_idle=lambda: True)
+    facts.write_fact(four, name(40), Fact(copy="local", checked_at=time.time(), result="damaged"))
+    with upkeep(four):
+        done = prune.execute(four, found)
+    assert left(four) == [10, 20, 30, 40, 50]
+    assert set(done.spared) == {name(10), name(20), name(30)}
 
 
 def test_what_is_gone_already_is_no_error(four: RunDir) -> None:

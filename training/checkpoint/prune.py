@@ -193,8 +193,8 @@ class _Prune:
         with try_hold_alone(folder) as alone:
             if not alone or name in self._opening or not nobody_reads_replaced(folder):
                 return "being read or written against" if (folder / MANIFEST).exists() else "gone already"
-            if self._plan.anchor is not None and facts.trust(self._run, self._plan.anchor) not in VERIFIED:
-                return f"{self._plan.anchor} is no longer known to be good: plan anew"
+            if problem := self._anchor_problem():
+                return problem
             pins = milestones.read_pins(self._run)  # one pinned since the plan waits for us, or held it first and is found now
             if pins.problem or name in pins.names:
                 return pins.problem or f"milestone {', '.join(pins.names[name])}"
@@ -202,6 +202,18 @@ class _Prune:
                 return f"base of {dependents[-1]}"
             files.remove(folder / MANIFEST)
         _remove_folder(folder)
+        return ""
+
+    def _anchor_problem(self) -> str:
+        """The newest verified one, and the base it may need, are found good by now or nothing goes."""
+        anchor = self._plan.anchor
+        if anchor is None:
+            return ""
+        if facts.trust(self._run, anchor) not in VERIFIED:
+            return f"{anchor} is no longer known to be good: plan anew"
+        base = self._known.get(str(anchor))
+        if base is not None and facts.trust(self._run, base) == "quarantined":
+            return f"{base}, which {anchor} needs, is no longer good: plan anew"
         return ""
 
     def _dependents(self, base: CheckpointName) -> list[str]:
