@@ -30,7 +30,7 @@ lint: setup
 check: lint test
 
 chaos: setup
-	$(BIN)/pytest -m chaos -p no:cacheprovider -s tests/chaos
+	$(BIN)/pytest -m chaos -p no:cacheprovider -s
 
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -131,6 +131,7 @@ def flow_process(run: Run) -> ProcessId:
     return identify(int(Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[1]))
 
 
+@pytest.mark.chaos  # a minute of starts and grace; the Ctrl-C test above is in every run
 def test_serve_killed_outright_leaves_no_process_and_no_server(toml: Path) -> None:
     """With a server of its own, which goes with it."""
     run = Run(toml, SLOW)

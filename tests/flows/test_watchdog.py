@@ -169,6 +169,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return perdure
 
 
+@pytest.mark.chaos  # more than a minute of frozen heartbeats; the lost machine above is in every run
 def test_a_frozen_agent_is_killed_and_a_dead_run_started_again_by_the_command(
     tmp_path: Path, command: Callable[..., dict[str, Any]], undisturbed: str
 ) -> None:

@@ -72,7 +72,7 @@ def train(session: Session) -> None:
                 random.random()
                 phase_sleep(params, "evaluation")
         if "memory" in params:
-            Path(params["memory"]).write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10))
+            Path(params["memory"]).write_text(str(peak_bytes()))
         if params.get("die_at") == step:
             die(params["die_how"])
         if params.get("fail_at") == step and not Path("failed-once").exists():
@@ -112,6 +112,12 @@ def die(how: str) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
         bytearray(8 << 30)
     raise ValueError("an exception in the training code (made up by the test)")
+
+
+def peak_bytes() -> int:
+    """Most memory this process ever had; ru_maxrss would also count whoever forked it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
 
 def phase_sleep(params: dict, phase: str) -> None:
