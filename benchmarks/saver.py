@@ -7,6 +7,7 @@ from pathlib import Path
 
 from perdure.training.agent.saver import NICENESS
 from perdure.training.checkpoint.writer import write_checkpoint
+from perdure.training.process import keep_freed_memory
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.slots import Snapshot
 
@@ -16,6 +17,7 @@ NAME = CheckpointName(1, 1)
 def main() -> None:
     slot, encoding, threads = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     os.nice(NICENESS)
+    keep_freed_memory()
     print("ready", flush=True)
     for line in sys.stdin:
         snapshot = Snapshot(slot)

@@ -18,7 +18,7 @@ from perdure.training.checkpoint.increment import choose_base
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.writer import write_checkpoint
 from perdure.training.errors import CheckpointDamaged, PerdureError
-from perdure.training.process import die_with_parent
+from perdure.training.process import die_with_parent, keep_freed_memory
 from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.slots import Snapshot
@@ -89,6 +89,7 @@ def main() -> None:
     options = parser.parse_args()
     die_with_parent(options.parent)
     files.set_role("saver")
+    keep_freed_memory()
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     run, wire = RunDir(Path(options.run_dir)), Wire(socket.socket(fileno=options.socket_fd))

@@ -20,8 +20,8 @@ RAW, ZSTD, CONSTANT = 0, 1, 2
 """How a plane is stored."""
 _SMALLEST = 512
 """Bytes below which planes and frames cost more than they save."""
-_SAMPLES, _SAMPLE = 4, 1 << 14
-"""Pieces, and bytes of each, of which a plane's coding is decided."""
+_SAMPLES = 4
+"""Pieces of a plane of which its coding is decided."""
 _ENTROPY = "entropy"
 _FLOATS = {
     "float16": 2,
@@ -56,15 +56,19 @@ class _Encoding:
 
     tried: tuple[int | str, ...]
     """"entropy" or zstd levels, the quickest first; samples decide."""
+    enough: int | str
+    """What even this makes no smaller is noise, and nothing else is tried."""
     better: float
     """Share of the quicker one's size that a slower one must get below."""
     worth: float
     """Share of a plane below which it is stored compressed at all."""
+    sample: int
+    """Bytes of each piece; with planes of a few hundred KB larger ones cost as much as the coding."""
 
 
 _ENCODINGS = {
-    "auto": _Encoding((_ENTROPY, 1), better=0.85, worth=0.97),
-    "small": _Encoding((_ENTROPY, 1, 12), better=0.99, worth=0.995),
+    "auto": _Encoding((_ENTROPY, 1), enough=_ENTROPY, better=0.85, worth=0.97, sample=1 << 12),
+    "small": _Encoding((_ENTROPY, 1, 12), enough=1, better=0.99, worth=0.995, sample=1 << 14),
 }
 
 
@@ -123,7 +127,7 @@ def _encode_plane(plane: Bytes, encoding: _Encoding) -> tuple[int, Any]:  # Any:
         return RAW, plane
     if _is_fill(plane, 1):
         return CONSTANT, plane[:1].tobytes()
-    if size <= 2 * _SAMPLES * _SAMPLE:
+    if size <= 2 * _SAMPLES * encoding.sample:
         packed = min((_compressor(how).compress(plane.data) for how in encoding.tried), key=len)
     else:
         how = _choose(plane, encoding)
@@ -133,13 +137,13 @@ def _encode_plane(plane: Bytes, encoding: _Encoding) -> tuple[int, Any]:  # Any:
 
 def _choose(plane: Bytes, encoding: _Encoding) -> int | str | None:
     """How to compress, from samples; None: not at all, so noise is stored raw without being compressed."""
-    probe = plane[: len(plane) // _SAMPLES * _SAMPLES].reshape(_SAMPLES, -1)[:, :_SAMPLE].ravel()
+    probe = plane[: len(plane) // _SAMPLES * _SAMPLES].reshape(_SAMPLES, -1)[:, : encoding.sample].ravel()
     best, size = None, encoding.worth * len(probe)
     for how in encoding.tried:
         packed = len(_compressor(how).compress(probe.data))
         if packed < size * (1.0 if best is None else encoding.better):
             best, size = how, packed
-        if best is None:
+        if best is None and how == encoding.enough:
             return None
     return best
 

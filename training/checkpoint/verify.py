@@ -19,6 +19,7 @@ from perdure.training.checkpoint.pack import REFERENCE, IndexEntry, base_blob
 from perdure.training.checkpoint.reader import CheckpointReader, check_blob, open_checkpoint
 from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
+from perdure.training.process import keep_freed_memory
 from perdure.training.run_dir import CheckpointName, RunDir
 
 Progress = Callable[[int, int], None]
@@ -40,6 +41,7 @@ def verify_folder(folder: Path, *, deep: bool = True, progress: Progress | None 
     """All damage of a local checkpoint; empty when it is good. Not deep: stored bytes against their digests, undecoded.
 
     Raises CheckpointNotFound where there is no manifest, OSError where a file cannot be read at all."""
+    keep_freed_memory()
     try:
         reader = open_checkpoint(folder)
     except CheckpointDamaged as error:
