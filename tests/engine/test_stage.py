@@ -46,6 +46,7 @@ def digest_in(slot: int) -> str:
     return digest
 
 
+@pytest.mark.chaos  # half a minute of making tensors; tests/checkpoint has as many leaves in every run
 def test_two_hundred_thousand_tensors_go_through_slot_and_checkpoint(slots: Slots, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     model = nn.ParameterList([torch.randn(3, generator=generator) for _ in range(50_000)])
