@@ -149,6 +149,8 @@ def medians(tries: list[Values]) -> Values:
 
 def _ahead(name: str, figures: Values, ours: Values) -> str:
     """In words, where a row beats Perdure as it is by default."""
+    if not ours:
+        return "Perdure's row was not reached"
     better = [word for key, word in _LOWER.items() if key in figures and key in ours and figures[key] < ours[key]]
     told = ", ".join(better)
     if name in perdure():
