@@ -25,6 +25,9 @@ from perdure.deployments import server
 from perdure.training.storage.s3 import S3Store
 from perdure.training.storage.store import StoreSettings
 
+os.environ["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "false"
+"""A flow called without a server fails; else Prefect starts one of its own and leaves it behind."""
+
 WEED = Path(sys.executable).parent / "weed"
 BUCKET = "ckpt"
 
@@ -207,17 +210,22 @@ def open_s3(s3_keys: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 
 @pytest.fixture(scope="session")
-def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of the API; also in PREFECT_API_URL, with the client settings a run gives its flow."""
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[server.LocalServer]:
+    home = server.ServerHome(tmp_path_factory.mktemp("prefect") / "home")
+    with server.acquire(home) as local:
+        yield local
+
+
+@pytest.fixture(scope="module")
+def prefect_api(prefect_server: server.LocalServer) -> Iterator[str]:
+    """URL of the API; also in PREFECT_API_URL while the module runs, with the client settings a run gives its flow."""
     from prefect.events.worker import EventsWorker  # here: most tests do not want its seconds
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    home = server.ServerHome(tmp_path_factory.mktemp("prefect") / "home")
-    with server.acquire(home) as local:
-        before = dict(os.environ)
-        os.environ.update(server.client_environment(local.url, home))
-        with temporary_settings({PREFECT_API_URL: local.url}):  # this process has read its settings already
-            yield local.url
-            EventsWorker.drain_all(timeout=20)  # else it tries to reach the ended server, long past the last test
-        os.environ.clear()
-        os.environ.update(before)
+    url, before = prefect_server.url, dict(os.environ)
+    os.environ.update(server.client_environment(url, prefect_server.home))
+    with temporary_settings({PREFECT_API_URL: url}):  # this process has read its settings already
+        yield url
+        EventsWorker.drain_all(timeout=20)  # else it tries to reach the ended server, long past the last test
+    os.environ.clear()
+    os.environ.update(before)

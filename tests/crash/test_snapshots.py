@@ -200,7 +200,8 @@ def test_checkpoint_due_while_both_slots_are_being_saved_waits_says_so_and_is_no
     saver = run.saver()
     kill(saver, signal.SIGSTOP)
     wait_until(lambda: "waiting_for_slot" in run.kinds(), "training waits")
-    assert run.committed()[-1].step < run.step()
+    waiting = next(event for event in run.events() if event["kind"] == "waiting_for_slot")
+    assert run.committed()[-1].step < int(str(waiting["step"]))
     kill(saver, signal.SIGCONT)
     trainer.process.wait(60)
     assert direct.end().reason == "complete"

@@ -66,6 +66,8 @@ def train(session: Session) -> None:
         loss = loss.detach()
         trace(params, step=step, indices=indices.tolist(), loss=float(loss).hex(), lr=optimizer.param_groups[0]["lr"].hex())
         time.sleep(float(params.get("sleep", 0.0)))
+        if params.get("name_at") == step:
+            session.save("before-decay")
         if params.get("evaluate_at") == step:
             with session.evaluation():
                 torch.rand(7)
