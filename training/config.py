@@ -6,13 +6,13 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args
-from urllib.parse import unquote, urlsplit
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
 from perdure.training.errors import ConfigError
 from perdure.training.retention_settings import RetentionSection, wrong_retention
+from perdure.training.tier_settings import StoreSection, TierSection, absolute_url, keep_apart, wrong_places
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,18 +51,6 @@ class CheckpointSection(_Section, frozen=True, kw_only=True):
     """The rank digests its live tensors at each checkpoint, and the saver compares; slow, for proving an installation."""
 
 
-class StoreSection(_Section, frozen=True, kw_only=True):
-    url: str = ""
-    """`file:///dir`, a folder relative to run.toml, or `s3://bucket/prefix`; holds exactly one run. Empty: no copies."""
-    endpoint_url: str = ""
-    """S3 endpoint other than AWS."""
-    region: str = ""
-    checksums: Literal["auto", "always", "when_required"] = "auto"
-    """S3 request checksums; auto: always on AWS, only when required on another endpoint."""
-    part_mib: int = 16
-    """MiB of one part of a multipart transfer."""
-
-
 class LaunchSection(_Section, frozen=True, kw_only=True):
     processes: int = 1
     """Ranks on this machine."""
@@ -91,6 +79,7 @@ class _Document(_Section, frozen=True, kw_only=True):
     checkpoint: CheckpointSection = CheckpointSection()
     retention: RetentionSection = RetentionSection()
     store: StoreSection = StoreSection()
+    tiers: dict[str, TierSection] = {}
     launch: LaunchSection = LaunchSection()
     notify: NotifySection = NotifySection()
 
@@ -105,6 +94,8 @@ class RunConfig(_Document, frozen=True, kw_only=True):
     entry_function: str
     store_url: str
     """Absolute `file:///...` or `s3://...`; empty without a store."""
+    tier_urls: dict[str, str]
+    """Of each tier, absolute."""
 
     @property
     def save_every(self) -> int:
@@ -151,33 +142,17 @@ def _override(document: dict[str, Any], assignment: str) -> None:
 
 
 def _declared_type(names: Sequence[str]) -> Any:  # Any: a type object
-    if names[0] == "launch" and names[1] == "env":
-        return str
-    section = {f.name: f.type for f in msgspec.structs.fields(_Document)}.get(names[0])
-    if isinstance(section, type) and issubclass(section, msgspec.Struct):
-        return {f.name: f.type for f in msgspec.structs.fields(section)}.get(names[1])
-    return None
-
-
-def _absolute_store(url: str, base: Path, where: str) -> str:
-    if not url:
-        return ""
-    parts = urlsplit(url)
-    if parts.scheme == "s3":
-        if not parts.netloc or parts.query or parts.fragment or ".." in parts.path.split("/"):
-            raise ConfigError(f"{where}: store.url {url!r} is not s3://bucket/prefix")
-        return url.rstrip("/")
-    if parts.scheme == "file":
-        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-            raise ConfigError(f"{where}: store.url {url!r} is not file:///absolute/folder", "write three slashes after file:")
-        return Path(unquote(parts.path)).as_uri()
-    if "://" in url:
-        raise ConfigError(f"{where}: store.url {url!r} has an unknown scheme", "use file:///folder or s3://bucket/prefix")
-    return Path(base, url).resolve().as_uri()
+    at: Any = _Document
+    for name in names:
+        if isinstance(at, type) and issubclass(at, msgspec.Struct):
+            at = {field.name: field.type for field in msgspec.structs.fields(at)}.get(name)
+        else:
+            at = get_args(at)[1] if get_origin(at) is dict else None
+    return at
 
 
 def _check(document: _Document, where: str) -> None:
-    run, checkpoint, store, launch = document.run, document.checkpoint, document.store, document.launch
+    run, checkpoint, launch = document.run, document.checkpoint, document.launch
     every = max(1, checkpoint.every or run.chunk)
     rules: list[tuple[bool, str, str]] = [
         (
@@ -206,7 +181,6 @@ def _check(document: _Document, where: str) -> None:
             "use such a multiple, or 0 for full checkpoints only",
         ),
         (1 <= checkpoint.threads <= 256, f"checkpoint.threads = {checkpoint.threads} is out of range", "use 1 to 256"),
-        (5 <= store.part_mib <= 5120, f"store.part_mib = {store.part_mib} is out of range", "S3 parts have 5 to 5120 MiB"),
         (launch.processes >= 1, f"launch.processes = {launch.processes} is less than 1", "use 1"),
         (launch.processes <= 1, f"launch.processes = {launch.processes}: this version trains with one process", "use 1"),
         (
@@ -225,17 +199,17 @@ def _check(document: _Document, where: str) -> None:
             "use 0 for automatic, or seconds up to a month",
         ),
         (
-            bool(re.fullmatch(r"(https?://[^\s/]\S*)?", store.endpoint_url)),
-            f"store.endpoint_url = {store.endpoint_url!r} is not a URL",
-            "write for example http://host:9000, or leave it out for AWS",
-        ),
-        (
             bool(re.fullmatch(r"https?://[^\s/]\S*", document.notify.slack_api)),
             f"notify.slack_api = {document.notify.slack_api!r} is not a URL",
             "leave it out",
         ),
     ]
-    wrong = (*wrong_retention(document.retention), *_wrong_texts(document), *_wrong_params(document.params, "params"))
+    wrong = (
+        *wrong_retention(document.retention),
+        *wrong_places(document.store, document.tiers),
+        *_wrong_texts(document),
+        *_wrong_params(document.params, "params"),
+    )
     rules += [(False, problem, fix) for problem, fix in wrong]
     for good, problem, fix in rules:
         if not good:
@@ -244,7 +218,7 @@ def _check(document: _Document, where: str) -> None:
 
 def _wrong_texts(document: _Document) -> Iterator[tuple[str, str]]:
     """Paths the system cannot open, and variables a process cannot get."""
-    paths = {"run.entry": document.run.entry, "run.dir": document.run.dir, "store.url": document.store.url}
+    paths = {"run.entry": document.run.entry, "run.dir": document.run.dir}
     for key, text in paths.items():
         if any(ord(character) < 32 for character in text):
             yield f"{key} = {text!r} holds a control character", "write a plain path"
@@ -305,8 +279,10 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     run_dir = _resolved(base, checked.run.dir or f"runs/{checked.run.name}", f"{path}: run.dir")
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"{path}: the run directory {run_dir} is a file", "name another run.dir")
-    store_url = _absolute_store(checked.store.url, base, str(path))
-    _keep_apart(run_dir, store_url, str(path))
+    store_url = absolute_url(checked.store.url, base, f"{path}: store.url")
+    tier_urls = {name: absolute_url(tier.url, base, f"{path}: tiers.{name}.url") for name, tier in checked.tiers.items()}
+    places = {f"tiers.{name}.url": (tier.endpoint_url, tier_urls[name]) for name, tier in checked.tiers.items()}
+    keep_apart(run_dir, {"store.url": (checked.store.endpoint_url, store_url), **places}, str(path))
     return RunConfig(
         **{name: getattr(checked, name) for name in _Document.__struct_fields__},
         path=path,
@@ -314,6 +290,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         entry_file=entry_file,
         entry_function=function,
         store_url=store_url,
+        tier_urls=tier_urls,
     )
 
 
@@ -338,26 +315,15 @@ def _resolved(base: Path, text: str, what: str) -> Path:
         raise ConfigError(f"{what} = {text!r} cannot be used: {reason}", "name another path") from None
 
 
-def _keep_apart(run_dir: Path, store_url: str, where: str) -> None:
-    """A store inside the run directory would be lost with it; a run directory inside the store would be taken for copies."""
-    if not store_url.startswith("file:"):
-        return
-    store = Path(unquote(urlsplit(store_url).path))
-    if run_dir == store or store in run_dir.parents or run_dir in store.parents:
-        raise ConfigError(
-            f"{where}: store.url {store} and the run directory {run_dir} lie in one another", "name a folder elsewhere"
-        )
-
-
 def _explain(path: Path, document: Mapping[str, Any], error: msgspec.ValidationError) -> ConfigError:  # Any: TOML values
     """msgspec's refusal with the setting's TOML name, its value, and what was probably meant."""
     text, _, place = str(error).partition(" - at `$")
-    key = place.strip(".`")
+    key = _named(place.strip(".`"), document)
     see = "see docs/configuration.md for the settings"
     name = text.rpartition(" `")[2].rstrip("`")
     full = f"{key}.{name}" if key else name
     if "unknown field" in text:
-        close = get_close_matches(full, list(_settings()), 1)
+        close = get_close_matches(full, list(_settings(document)), 1)
         return ConfigError(f"{path}: {full} is no setting", f"did you mean {close[0]}?" if close else see)
     if "missing required field" in text:
         return ConfigError(f"{path}: {full} is missing", see)
@@ -365,18 +331,35 @@ def _explain(path: Path, document: Mapping[str, Any], error: msgspec.ValidationE
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     if "enum value" in text:
-        return ConfigError(
-            f"{path}: {key} = {value!r} is no choice", f"use {' or '.join(get_args(_declared_type(key.split('.'))))}"
-        )
+        choices = filter(None, get_args(_declared_type(key.split("."))))
+        return ConfigError(f"{path}: {key} = {value!r} is no choice", f"use {' or '.join(choices)}")
     return ConfigError(f"{path}: {key} = {value!r}: {text[0].lower() + text[1:].replace('`', '')}", see)
 
 
-def _settings() -> Iterator[str]:
-    """Every name a run.toml may use: `run`, `run.name`, ..."""
-    for section in msgspec.structs.fields(_Document):
-        yield section.name
-        if isinstance(section.type, type) and issubclass(section.type, msgspec.Struct):
-            yield from (f"{section.name}.{field.name}" for field in msgspec.structs.fields(section.type))
+def _named(key: str, document: Mapping[str, Any]) -> str:  # Any: TOML values
+    """msgspec does not say which of the tiers it refuses: the first that it does."""
+    if not key.startswith("tiers[...]"):
+        return key
+    for name, tier in document["tiers"].items():
+        try:
+            msgspec.convert(tier, TierSection)
+        except msgspec.ValidationError:
+            return key.replace("[...]", f".{name}", 1)
+    return key
+
+
+def _settings(document: Mapping[str, Any]) -> list[str]:  # Any: TOML values
+    """Every name this run.toml may use: `run`, `run.name`, `store.retention.keep_last`, ..."""
+    tiers = document.get("tiers")
+    names = list(tiers) if isinstance(tiers, dict) else []
+    return [*_fields(_Document, ""), *(key for name in names for key in _fields(TierSection, f"tiers.{name}."))]
+
+
+def _fields(section: type[msgspec.Struct], prefix: str) -> Iterator[str]:
+    for field in msgspec.structs.fields(section):
+        yield prefix + field.name
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from _fields(field.type, f"{prefix}{field.name}.")
 
 
 def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

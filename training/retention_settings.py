@@ -49,13 +49,13 @@ def parse_age(text: str) -> float:
     return sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"([0-9]+)([hdw])", text))
 
 
-def wrong_retention(section: RetentionSection) -> Iterator[tuple[str, str]]:
-    """Each setting that cannot be, with what to do."""
+def wrong_retention(section: RetentionSection, name: str = "retention") -> Iterator[tuple[str, str]]:
+    """Each setting of the table `name` that cannot be, with what to do."""
     for key in COUNTS:
         if getattr(section, key) < 0:
-            yield f"retention.{key} = {getattr(section, key)} is negative", "use 0 to leave it out; nothing set keeps all"
+            yield f"{name}.{key} = {getattr(section, key)} is negative", "use 0 to leave it out; nothing set keeps all"
     try:
         if section.keep_within and not parse_age(section.keep_within):
-            yield f"retention.keep_within = {section.keep_within!r} is no time at all", "leave it out"
+            yield f"{name}.keep_within = {section.keep_within!r} is no time at all", "leave it out"
     except ValueError:
-        yield f"retention.keep_within = {section.keep_within!r} is not an age", "write for example 36h, 7d, 2w or 1d12h"
+        yield f"{name}.keep_within = {section.keep_within!r} is not an age", "write for example 36h, 7d, 2w or 1d12h"

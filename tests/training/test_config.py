@@ -63,7 +63,7 @@ WRONG = {
     "run.steps=[1]": "run.steps = [1]: expected int",
     "run.exact=maybe": "run.exact = 'maybe' is no choice",
     "store.checksums=md5": "store.checksums = 'md5' is no choice",
-    "launch.env=1": "launch.env = '1': expected object",
+    "launch.env=1": "launch.env = 1: expected object",
     "launch.stop_grace=soon": "launch.stop_grace = 'soon': expected float",
     "params=1": "is not section.key=value",
     # unknown
@@ -103,6 +103,16 @@ WRONG = {
     "store.url=s3:///x": "is not s3://bucket/prefix",
     "store.url=s3://bucket/a/../b": "is not s3://bucket/prefix",
     "store.url=s3://bucket/a?b=c": "is not s3://bucket/prefix",
+    # tiers
+    "tiers.share.ulr=x": "tiers.share.ulr is no setting",
+    "tiers.share.every=1": "tiers.share.url is missing",
+    "tiers.share=copies": "tiers.share = 'copies': expected object",
+    "tiers.store.url=copies": "tiers.store cannot be a tier's name",
+    "tiers.Share.url=copies": "tiers.Share cannot be a tier's name",
+    "tiers.share.url=runs/x/copies": "lie in one another",
+    "tiers.share.retention.keep_lsat=1": "tiers.share.retention.keep_lsat is no setting",
+    "store.storage_class=cold": "store.storage_class = 'cold' is no storage class",
+    "store.retention.keep_last=-1": "store.retention.keep_last = -1 is negative",
     "store.url=runs/x": "lie in one another",
     "store.url=runs/x/copies": "lie in one another",
     "store.url=.": "lie in one another",
@@ -190,6 +200,33 @@ def test_paths_are_relative_to_the_file_wherever_one_stands(toml: Path, monkeypa
     assert config.store_url == (home / "copies/a b").as_uri()
     monkeypatch.chdir(home)
     assert load_config("run.toml", ["run.dir=../elsewhere"]).run_dir == home.parent / "elsewhere"
+
+
+def test_tiers_are_set_at_three_levels_each_with_a_retention_of_its_own(toml: Path) -> None:
+    config = load_config(
+        toml,
+        ["store.url=s3://b/x", "store.retention.keep_last=5", "tiers.share.url=far", "tiers.share.every=100"]
+        + ["tiers.cold.url=s3://b/cold", "tiers.cold.milestones=true", "tiers.cold.retention.keep_within=4w"],
+    )
+    assert config.tier_urls == {"share": (toml.parent.resolve() / "far").as_uri(), "cold": "s3://b/cold"}
+    share, cold = config.tiers["share"], config.tiers["cold"]
+    assert (share.every, share.takes_all, cold.milestones) == (100, False, True)
+    kept = (config.store.retention.keep_last, share.retention.keep_last, cold.retention.keep_within)
+    assert kept == (5, 0, "4w")
+    assert config.retention.keeps_all
+
+
+def test_unknown_setting_of_a_tier_is_told_the_nearest_one_and_the_tier(toml: Path) -> None:
+    error = refusal(toml, "tiers.a.url=x", "tiers.b.url=y", "tiers.b.retention.keep_lst=3")
+    assert "tiers.b.retention.keep_lst is no setting" in str(error)
+    assert error.hint == "did you mean tiers.b.retention.keep_last?"
+
+
+def test_places_may_not_lie_in_one_another_unless_they_are_other_servers(toml: Path) -> None:
+    for one, other in (("copies", "copies/far"), ("s3://b/x", "s3://b/x/"), ("s3://b/x", "s3://b")):
+        assert "lie in one another" in str(refusal(toml, f"store.url={one}", f"tiers.far.url={other}"))
+    same = ["store.url=s3://b/x", "tiers.far.url=s3://b/x", "tiers.far.endpoint_url=http://h:9000"]
+    assert load_config(toml, same).tier_urls == {"far": "s3://b/x"}
 
 
 def test_linked_run_toml_means_the_folder_it_lies_in(toml: Path, tmp_path: Path) -> None:
