@@ -7,9 +7,9 @@ from perdure.cli import render
 from perdure.cli.target import open_store
 from perdure.training.agent.lock import RunLock
 from perdure.training.checkpoint import lineage
-from perdure.training.config import StoreSection
 from perdure.training.errors import CheckpointNotFound, ConfigError
 from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.store_settings import StoreSettings
 
 _OF_A_PULL = ("lock", "events.jsonl", "launches", "checkpoints")
 """What a pull that died may have left."""
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", metavar="NAME", help="this checkpoint instead of the newest that verifies")
     parser.add_argument("--endpoint-url", default="", metavar="URL", help="S3 endpoint other than AWS")
     parser.add_argument("--region", default="", help="S3 region")
+    parser.add_argument("--addressing", default="auto", choices=("auto", "path", "virtual"), help="as store.addressing")
     parser.add_argument("--dry-run", action="store_true", help="list what the store has")
 
 
@@ -30,7 +31,10 @@ def run(args: argparse.Namespace) -> int:
     for metavar, text in (("URL", args.url), ("DIR", args.dir)):
         if not text.strip():
             raise ConfigError(f"{metavar} is empty", "see `perdure pull --help`")
-    store = open_store(_absolute(args.url), StoreSection(endpoint_url=args.endpoint_url, region=args.region))
+    store = open_store(
+        _absolute(args.url),
+        StoreSettings(endpoint_url=args.endpoint_url, region=args.region, addressing=args.addressing),
+    )
     wanted = _parse(args.name)
     if args.dry_run:
         names = [str(name) for name in remote_checkpoints(store)]

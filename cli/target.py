@@ -4,13 +4,14 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from perdure.training.checkpoint.run_info import RunInfo, read_run_info
-from perdure.training.config import StoreSection, load_config
+from perdure.training.config import load_config
 from perdure.training.errors import CheckpointNotFound, ConfigError
 from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.store_settings import StoreSettings
 
 if TYPE_CHECKING:
     from perdure.training.storage.store import ObjectStore
@@ -24,7 +25,7 @@ class Target:
     steps: int
     name: str
     store_url: str
-    store: StoreSection
+    store: StoreSettings
     retention: RetentionSection | None = None
     """Of the run.toml; None: the target is a run directory, which does not say."""
 
@@ -49,12 +50,9 @@ class Target:
         return open_store(self.store_url, self.store)
 
 
-def open_store(url: str, section: StoreSection) -> "ObjectStore":
+def open_store(url: str, settings: StoreSettings) -> "ObjectStore":
     from perdure.training.storage import store
 
-    settings = store.StoreSettings(
-        endpoint_url=section.endpoint_url, region=section.region, checksums=section.checksums, part_mib=section.part_mib
-    )
     return store.open_store(url, settings)
 
 
@@ -99,14 +97,7 @@ def _of_directory(path: Path, overrides: Sequence[str]) -> Target:
     if not run.run_json.exists():
         raise CheckpointNotFound(f"{path} holds no run (no run.json)", _better(path))
     info = read_run_info(run)
-    section = StoreSection(
-        endpoint_url=info.endpoint_url, region=info.region, checksums=_checksums(info.checksums), part_mib=info.part_mib
-    )
-    return Target(run=run, info=info, steps=info.steps, name=info.name, store_url=info.store_url, store=section)
-
-
-def _checksums(word: str) -> Literal["auto", "always", "when_required"]:
-    return "always" if word == "always" else "when_required" if word == "when_required" else "auto"
+    return Target(run=run, info=info, steps=info.steps, name=info.name, store_url=info.store_url, store=info.store)
 
 
 def _better(path: Path) -> str:

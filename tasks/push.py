@@ -13,19 +13,13 @@ from perdure.training import events
 from perdure.training.config import RunConfig
 from perdure.training.errors import StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
-from perdure.training.storage.store import ObjectStore, StoreSettings, open_store
+from perdure.training.storage.store import ObjectStore, open_store
 from perdure.training.travel.push import push as push_checkpoint
 
 
 def store_of(config: RunConfig) -> ObjectStore | None:
     """The run's store, or None when it has none."""
-    store = config.store
-    if not config.store_url:
-        return None
-    settings = StoreSettings(
-        endpoint_url=store.endpoint_url, region=store.region, checksums=store.checksums, part_mib=store.part_mib
-    )
-    return open_store(config.store_url, settings)
+    return open_store(config.store_url, config.store) if config.store_url else None
 
 
 def copy_out(run: RunDir, store: ObjectStore, name: CheckpointName, should_stop: Callable[[], bool]) -> bool:

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
+import msgspec
+
 from perdure.deployments.checks.finding import Finding, Subject, clock, fail, failed, ok, skip, skip_all, warn
 from perdure.training.errors import ConfigError, ObjectNotFound, StoreConflict, StoreError
 from perdure.training.run_dir import RunDir
-from perdure.training.storage.store import ObjectStore, StoreSettings, open_store
+from perdure.training.storage.store import ObjectStore, open_store
 from perdure.training.travel.fence import remote_run_info
 
 _STEPS = ("store get", "store conditional put", "store list", "store multipart", "store unfinished", "store delete")
@@ -31,12 +33,8 @@ def check_store(subject: Subject) -> Iterator[Finding]:
         why = "no RUN.toml was named" if config is None else "the run has no store: no copies are made"
         yield skip("store", why)
         return
-    section = config.store
-    settings = StoreSettings(
-        endpoint_url=section.endpoint_url, region=section.region, checksums=section.checksums, part_mib=_PART_MIB
-    )
     try:
-        store = open_store(config.store_url, settings)
+        store = open_store(config.store_url, msgspec.structs.replace(config.store, part_mib=_PART_MIB))
     except ConfigError as error:
         yield failed("store", error)
         return

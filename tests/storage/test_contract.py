@@ -1,6 +1,5 @@
 """One contract, every store: the same tests against a folder and against a real S3 server."""
 
-import dataclasses
 import hashlib
 import json
 import random
@@ -12,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import PIPE
 
+import msgspec
 import pytest
 
 from perdure.training.errors import ObjectNotFound, StoreError
@@ -73,7 +73,7 @@ def test_of_eight_processes_exactly_one_wins_each_conditional_put(store: ObjectS
 
 
 def settings_of(store: ObjectStore) -> str:
-    return json.dumps(dataclasses.asdict(getattr(store, "_settings", StoreSettings())))
+    return json.dumps(msgspec.structs.asdict(getattr(store, "_settings", StoreSettings())))
 
 
 @pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 2 * PART + 3])

@@ -1,6 +1,5 @@
 """push is killed before each of its calls to the store in turn: the store never shows half a checkpoint."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -10,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore, StoreSettings
@@ -21,7 +22,7 @@ MadeRun = Any
 
 def push_killed_at(call: int, store: ObjectStore, run: RunDir, name: CheckpointName) -> int:
     """Exit status of a push that dies before its `call`-th call; 0 when it makes fewer."""
-    settings = json.dumps(dataclasses.asdict(getattr(store, "_settings", StoreSettings())))
+    settings = json.dumps(msgspec.structs.asdict(getattr(store, "_settings", StoreSettings())))
     command = [sys.executable, str(Path(__file__).with_name("pusher.py")), store.url, settings, str(run.root), str(name)]
     done = subprocess.run(command, env={**os.environ, "PERDURE_FAIL": f"push:kill:{call}"}, capture_output=True)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from typing import Literal
 
 import msgspec
 
@@ -9,6 +10,7 @@ from perdure.training import files
 from perdure.training.config import RunConfig
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 from perdure.training.run_dir import RunDir
+from perdure.training.store_settings import StoreSettings
 
 FORMAT = 1
 MAX_RUN_INFO = 1 << 20
@@ -24,13 +26,22 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     store_url: str = ""
     endpoint_url: str = ""
     region: str = ""
-    checksums: str = "auto"
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    checksums: Literal["auto", "always", "when_required"] = "auto"
     part_mib: int = 16
+    storage_class: str = ""
+    sse: Literal["", "AES256", "aws:kms"] = ""
+    sse_kms_key: str = ""
+    tags: dict[str, str] = {}
+
+    @property
+    def store(self) -> StoreSettings:
+        """How the store is reached."""
+        return StoreSettings(**{name: getattr(self, name) for name in StoreSettings.__struct_fields__})
 
 
 def create_run_info(run: RunDir, config: RunConfig) -> RunInfo:
     """Give a new run its id and write run.json; when another process was first, its run.json counts."""
-    store = config.store
     info = RunInfo(
         id=f"{config.run.name}-{secrets.token_hex(4)}",
         name=config.run.name,
@@ -38,10 +49,7 @@ def create_run_info(run: RunDir, config: RunConfig) -> RunInfo:
         steps=config.run.steps,
         chunk=config.run.chunk,
         store_url=config.store_url,
-        endpoint_url=store.endpoint_url,
-        region=store.region,
-        checksums=store.checksums,
-        part_mib=store.part_mib,
+        **{name: getattr(config.store, name) for name in StoreSettings.__struct_fields__},
     )
     files.make_dirs(run.root)
     files.create_exclusively(run.run_json, msgspec.json.encode(info))

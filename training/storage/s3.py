@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import boto3
 from botocore.config import Config
@@ -62,16 +62,36 @@ class S3Store:
             max_pool_connections=4 * THREADS,
             request_checksum_calculation=policy,
             response_checksum_validation=policy,
-            s3={"addressing_style": "path"} if self._settings.endpoint_url else None,
+            s3=None if self._settings.addressing == "auto" else {"addressing_style": self._settings.addressing},
         )
         try:
-            return boto3.session.Session().client(
+            return self._session.client(
                 "s3", endpoint_url=self._settings.endpoint_url or None, region_name=self._settings.region or None, config=config
             )
         except BotoCoreError as error:
             raise s3_errors.from_client(error, self.url, self._settings.endpoint_url or "AWS") from None
         except ValueError as error:
             raise StoreError(f"{self.url}: {error}", retryable=False, hint="correct store.endpoint_url") from None
+
+    @functools.cached_property
+    def _session(self) -> Any:  # Any: boto3's type stubs are a package of their own
+        try:
+            session = boto3.session.Session()
+        except BotoCoreError as error:
+            raise s3_errors.from_client(error, self.url, self._settings.endpoint_url or "AWS") from None
+        with s3_errors.credentials_explained(self.url):
+            session.get_credentials()
+        return session
+
+    @functools.cached_property
+    def _on_write(self) -> dict[str, str]:
+        """What every new object gets."""
+        wanted = {
+            "ServerSideEncryption": self._settings.sse,
+            "SSEKMSKeyId": self._settings.sse_kms_key,
+            "Tagging": urlencode(self._settings.tags),
+        }
+        return {name: value for name, value in wanted.items() if value}
 
     def _where(self, key: str) -> str:
         return f"s3://{self.bucket}/{self._prefix}{key}"
@@ -84,13 +104,28 @@ class S3Store:
     def raw(self, operation: str, key: str, **arguments: Any) -> Any:  # Any: boto3's own arguments and answers
         """One request; ClientError is left to the caller, a lost connection becomes StoreError."""
         files.fail_point(f"s3:{operation}", key)
+        client = self.client
+        if (keys := self._session.get_credentials()) is not None:
+            with s3_errors.credentials_explained(self._where(key)):
+                keys.get_frozen_credentials()  # renewed here when they are about to expire
         try:
-            return getattr(self.client, operation)(Bucket=self.bucket, **arguments)
+            return getattr(client, operation)(Bucket=self.bucket, **arguments)
         except BotoCoreError as error:
             raise s3_errors.from_client(error, self._where(key), self._endpoint) from error
 
+    def write(self, operation: str, key: str, **arguments: Any) -> Any:  # Any: as `raw`
+        """The request that makes an object, as the settings want it; what was asked for must have been done."""
+        answer = self.raw(operation, key, Key=self.full_key(key), **self._on_write, **arguments)
+        done = answer.get("ServerSideEncryption", "")
+        if self._settings.sse and done != self._settings.sse:
+            said = (
+                f"{self._where(key)}: {self._endpoint} was asked for sse = {self._settings.sse!r} and encrypted with {done!r}"
+            )
+            raise StoreError(said, retryable=False, hint="leave store.sse out, or use a server that encrypts")
+        return answer
+
     def explain(self, error: ClientError, key: str) -> StoreError:
-        return s3_errors.from_answer(error, self._where(key), self._endpoint, checksums=self.checksums)
+        return s3_errors.from_answer(error, self._where(key), self._endpoint, checksums=self.checksums, settings=self._settings)
 
     def _call(self, operation: str, key: str, **arguments: Any) -> Any:  # Any: as `raw`
         try:
@@ -106,7 +141,7 @@ class S3Store:
         arguments: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
         for attempt in range(ATTEMPTS):
             try:
-                self.raw("put_object", key, Key=self.full_key(key), Body=data, **arguments)
+                self.write("put_object", key, Body=data, **arguments)
                 return True
             except ClientError as error:
                 if if_absent and s3_errors.status_of(error) == 412:

@@ -1,6 +1,8 @@
 """What S3 and botocore answer, turned into StoreError: bucket and key, what happened, what to do, whether a retry can help."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -8,9 +10,11 @@ from botocore import exceptions as boto
 from botocore.exceptions import BotoCoreError, ClientError
 
 from perdure.training.errors import ObjectNotFound, StoreError
+from perdure.training.store_settings import StoreSettings
 
 _KEYS = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) on this machine"
 _RIGHTS = "the key needs the rights listed in docs/stores.md"
+_LOGIN = "see what the profile's credential_process says, or log in again (aws sso login)"
 _REGION = "set store.region to the bucket's region"
 _HINTS = {
     "NoSuchBucket": "create the bucket, or correct store.url",
@@ -37,6 +41,7 @@ _RETRYABLE = {
     "Throttling",
     "SlowDown",
 }
+_WRITES = ("PutObject", "CreateMultipartUpload")
 _UNCONFIGURED = (
     boto.NoCredentialsError,
     boto.PartialCredentialsError,
@@ -74,7 +79,27 @@ def _clock_difference(error: ClientError) -> float | None:
         return None
 
 
-def from_answer(error: ClientError, where: str, endpoint: str, *, checksums: bool) -> StoreError:
+@contextlib.contextmanager
+def credentials_explained(where: str) -> Iterator[None]:
+    """Credentials are got or renewed here. A token service that is away comes back, so another try may help."""
+    try:
+        yield
+    except boto.ProfileNotFound as error:
+        raise StoreError(f"{where}: {error}", retryable=False, hint=_KEYS) from None
+    except (BotoCoreError, RuntimeError, ValueError, OSError) as error:  # botocore lets a broken credential_process through
+        said = f"{where}: no usable AWS credentials: {type(error).__name__}: {str(error)[:300]}"
+        raise StoreError(said, hint=_LOGIN) from None
+
+
+def _asked_for(error: ClientError, settings: StoreSettings) -> list[str]:
+    """Settings that this request carried and that not every server knows."""
+    if error.operation_name not in _WRITES:
+        return []
+    tags = ["store.tags"] if settings.tags else []
+    return tags + ([f'store.sse = "{settings.sse}"'] if settings.sse else [])
+
+
+def from_answer(error: ClientError, where: str, endpoint: str, *, checksums: bool, settings: StoreSettings) -> StoreError:
     """The server refused."""
     code, status = code_of(error), status_of(error)
     message = str(error.response.get("Error", {}).get("Message", ""))[:300]
@@ -85,12 +110,17 @@ def from_answer(error: ClientError, where: str, endpoint: str, *, checksums: boo
         skew = _clock_difference(error)
         said += f"; this machine's clock differs by {abs(skew):.0f} s from the server's" if skew is not None else ""
         return StoreError(said, retryable=False, hint="set the clock (NTP)")
-    if code in _HINTS:
-        return StoreError(said, retryable=False, hint=_HINTS[code])
-    if status == 400 and checksums:
-        return StoreError(
-            said, retryable=False, hint='set store.checksums = "when_required": the server may not know S3 checksums'
-        )
+    asked = _asked_for(error, settings)
+    if code.startswith("KMS.") or (settings.sse == "aws:kms" and "kms:" in message):
+        return StoreError(said, retryable=False, hint="correct store.sse_kms_key, or let this key use it (docs/stores.md)")
+    if code in _HINTS and not (asked and code == "NotImplemented"):
+        more = "; store.tags need s3:PutObjectTagging" if settings.tags and _HINTS[code] == _RIGHTS else ""
+        return StoreError(said, retryable=False, hint=_HINTS[code] + more)
+    if status in (400, 501) and (asked or checksums):
+        asked += ['checksums (store.checksums = "when_required" leaves them out)'] if checksums else []
+        return StoreError(said, retryable=False, hint=f"the server may not know {', or '.join(asked)}")
+    if status == 500 and asked:
+        return StoreError(said, hint=f"if it repeats, the server may not know {', or '.join(asked)}")
     return StoreError(said, retryable=status >= 500 or status in (408, 409, 429) or code in _RETRYABLE)
 
 

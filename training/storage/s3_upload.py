@@ -117,8 +117,10 @@ class Upload:
 
     def _create(self) -> str:
         checksum = {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"} if self._store.checksums else {}
-        answer = self._raw("create_multipart_upload", **checksum)
-        return str(answer["UploadId"])
+        try:
+            return str(self._store.write("create_multipart_upload", self._key, **checksum)["UploadId"])
+        except ClientError as error:
+            raise self._store.explain(error, self._key) from error
 
     def _send(self, number: int, span: tuple[int, int], stored: Stored) -> tuple[int, str, int]:
         offset, length = span

@@ -5,11 +5,12 @@ An object is there whole or not there; `put(..., if_absent=True)` has exactly on
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from perdure.training import files
 from perdure.training.errors import ConfigError, StoreError
+from perdure.training.store_settings import StoreSettings as StoreSettings
 
 MAX_KEY = 900
 MAX_SEGMENT = 200  # of 255 bytes; the rest is for the temporary name beside it
@@ -17,19 +18,6 @@ MAX_LISTED = 1_000_000
 Progress = Callable[[int], None]
 """Called with the number of bytes that were just moved."""
 ShouldStop = Callable[[], bool]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreSettings:
-    """How to reach a store; credentials are not among them."""
-
-    endpoint_url: str = ""
-    """S3 endpoint other than AWS."""
-    region: str = ""
-    checksums: Literal["auto", "always", "when_required"] = "auto"
-    """S3 request checksums; auto: always on AWS, only when required on another endpoint."""
-    part_mib: int = 16
-    """MiB of one part of a multipart transfer."""
 
 
 @dataclass(frozen=True)
