@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from perdure.training.drill_settings import DrillSection, wrong_drill
 from perdure.training.errors import ConfigError
 from perdure.training.retention_settings import RetentionSection, wrong_retention
 from perdure.training.tier_settings import StoreSection, TierSection, absolute_url, keep_apart, wrong_places
@@ -82,6 +83,7 @@ class _Document(_Section, frozen=True, kw_only=True):
     tiers: dict[str, TierSection] = {}
     launch: LaunchSection = LaunchSection()
     notify: NotifySection = NotifySection()
+    drill: DrillSection = DrillSection()
 
 
 class RunConfig(_Document, frozen=True, kw_only=True):
@@ -206,6 +208,7 @@ def _check(document: _Document, where: str) -> None:
     ]
     wrong = (
         *wrong_retention(document.retention),
+        *wrong_drill(document.drill),
         *wrong_places(document.store, document.tiers),
         *_wrong_texts(document),
         *_wrong_params(document.params, "params"),

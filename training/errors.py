@@ -89,6 +89,12 @@ class NotReplicated(PerdureError):
     exit_code = 9
 
 
+class DrillFailed(PerdureError):
+    """The rehearsal of a recovery did not come out as it must."""
+
+    exit_code = 11
+
+
 class Stopped(PerdureError):
     """Stopped before the last step, with its checkpoint saved; the same command goes on."""
 
