@@ -107,10 +107,15 @@ def _is_constant(sample: bytes, width: int) -> bool:
 def _is_derived(leaves: Leaves, question: _Question, source: Entry) -> bool:
     mine, theirs = leaves.data(question.leaf), leaves.data(source)
     if question.how == "same":
-        return all(np.array_equal(a, b) for a, b in zip(_pieces(mine), _pieces(theirs), strict=True))
+        return equal(mine, theirs)
     kind, starts = question.leaf.dtype, range(0, len(mine), 2 * _PIECE)
     made = ((cast(theirs[2 * at : 2 * at + 4 * _PIECE], kind), mine[at : at + 2 * _PIECE]) for at in starts)
     return all(np.array_equal(np.frombuffer(a, "<u2"), np.frombuffer(b, "<u2")) for a, b in made)
+
+
+def equal(mine: memoryview, theirs: memoryview) -> bool:
+    """Whether as many bytes are the same."""
+    return all(np.array_equal(a, b) for a, b in zip(_pieces(mine), _pieces(theirs), strict=True))
 
 
 def _pieces(raw: memoryview) -> Iterator[npt.NDArray[np.unsignedinteger]]:

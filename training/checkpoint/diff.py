@@ -22,7 +22,6 @@ _SHOWN = 200
 """Characters of a plain value."""
 Progress = Callable[[int, int], None]
 """Bytes compared, and bytes to compare."""
-Key = tuple[int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,23 +61,22 @@ class LeafDiff:
 def diff(
     a: CheckpointReader, b: CheckpointReader, *, only: str | None = None, progress: Progress | None = None
 ) -> Iterator[LeafDiff]:
-    """Every leaf that differs, by rank and path; `only` is a glob over dotted names or paths.
-
-    Raises CheckpointDamaged where something that has to be read is damaged."""
-    old, new = _leaves(a, only), _leaves(b, only)
-    pairs = [(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]
-    pairs = [(key, x, y) for key, x, y in pairs if x is None or y is None or not _same(x, y)]
-    total, done = sum(x.nbytes for _, x, y in pairs if x is not None and y is not None and _alike(x, y)), 0
-    for (rank, path), x, y in pairs:
+    """Every leaf that differs, by path and rank (0 for what all ranks have in common); `only` is a glob over dotted names or
+    paths. Raises CheckpointDamaged where something that has to be read is damaged."""
+    pairs = [pair for pair in _pairs(a, b, only) if pair.old is None or pair.new is None or not _same(pair.old, pair.new)]
+    total, done = sum(_to_compare(pair) for pair in pairs), 0
+    for pair in pairs:
+        x, y = pair.old, pair.new
+        told: dict[str, Any] = {"path": pair.path, "rank": pair.rank, "old": _type(x), "new": _type(y)}  # Any: of two types
         if x is None or y is None:
-            yield LeafDiff(path=path, rank=rank, what="added" if x is None else "removed", old=_type(x), new=_type(y))
+            yield LeafDiff(what="added" if x is None else "removed", **told)
         elif x.kind == y.kind == "plain":
-            changes = tuple(_changes(_plain(a, x, rank), _plain(b, y, rank), ""))
-            yield LeafDiff(path=path, rank=rank, what="values", old=_type(x), new=_type(y), values=changes)
+            old, new = unpack_plain(a.read(x.path, pair.old_pack)), unpack_plain(b.read(y.path, pair.new_pack))
+            yield LeafDiff(what="values", values=tuple(_changes(old, new, "")), **told)
         elif not _alike(x, y):
-            yield LeafDiff(path=path, rank=rank, what="retyped", old=_type(x), new=_type(y))
+            yield LeafDiff(what="retyped", **told)
         else:
-            yield _compare(_Pair(a, b, x, y, rank), lambda count, done=done: _tell(progress, done + count, total))  # type: ignore[misc]  # a default binds `done`
+            yield _compare(a, b, pair, lambda count, done=done: _tell(progress, done + count, total))  # type: ignore[misc]  # a default binds `done`
             done += x.nbytes
 
 
@@ -87,13 +85,45 @@ def _tell(progress: Progress | None, done: int, total: int) -> None:
         progress(done, total)
 
 
-def _leaves(reader: CheckpointReader, only: str | None) -> Mapping[Key, IndexEntry]:
-    return {
-        (rank, path): entry
-        for rank in range(reader.ranks)
-        for path, entry in reader.rank_entries(rank).items()
-        if only is None or fnmatchcase(tensor_name(path), only) or fnmatchcase(path, only)
-    }
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    """A leaf in both checkpoints, as far as it is there, and in which packs."""
+
+    path: str
+    rank: int
+    old: IndexEntry | None
+    old_pack: int
+    new: IndexEntry | None
+    new_pack: int
+
+
+def _pairs(a: CheckpointReader, b: CheckpointReader, only: str | None) -> Iterator[_Pair]:
+    """A leaf that is in one pack only is that of every rank, whichever pack it is."""
+    old, new = _by_path(a, only), _by_path(b, only)
+    for path in sorted(old.keys() | new.keys()):
+        ours, theirs = old.get(path, {}), new.get(path, {})
+        single = len(ours) <= 1 and len(theirs) <= 1
+        for rank in (0,) if single else sorted(ours.keys() | theirs.keys()):
+            (old_pack, x), (new_pack, y) = _of_rank(ours, rank), _of_rank(theirs, rank)
+            yield _Pair(path=path, rank=rank, old=x, old_pack=old_pack, new=y, new_pack=new_pack)
+
+
+def _by_path(reader: CheckpointReader, only: str | None) -> dict[str, dict[int, IndexEntry]]:
+    found: dict[str, dict[int, IndexEntry]] = {}
+    for rank in range(reader.ranks):
+        for path, entry in reader.rank_entries(rank).items():
+            if only is None or fnmatchcase(tensor_name(path), only) or fnmatchcase(path, only):
+                found.setdefault(path, {})[rank] = entry
+    return found
+
+
+def _of_rank(packs: Mapping[int, IndexEntry], rank: int) -> tuple[int, IndexEntry | None]:
+    pack = next(iter(packs)) if len(packs) == 1 else rank
+    return pack, packs.get(pack)
+
+
+def _to_compare(pair: _Pair) -> int:
+    return pair.old.nbytes if pair.old is not None and pair.new is not None and _alike(pair.old, pair.new) else 0
 
 
 def _same(x: IndexEntry, y: IndexEntry) -> bool:
@@ -111,15 +141,6 @@ def _type(entry: IndexEntry | None) -> str:
 
 
 # tensors
-
-
-@dataclass(frozen=True)
-class _Pair:
-    a: CheckpointReader
-    b: CheckpointReader
-    old: IndexEntry
-    new: IndexEntry
-    rank: int
 
 
 class _Sum:
@@ -144,17 +165,19 @@ class _Sum:
         return self.largest * math.sqrt(self._squares / elements) if elements else 0.0
 
 
-def _compare(pair: _Pair, progress: Callable[[int], None]) -> LeafDiff:
-    entry, gathered, done = pair.old, _Sum(), 0
-    for number, (x, y) in enumerate(zip(entry.blobs, pair.new.blobs, strict=True)):
+def _compare(a: CheckpointReader, b: CheckpointReader, pair: _Pair, progress: Callable[[int], None]) -> LeafDiff:
+    entry, new, gathered, done = pair.old, pair.new, _Sum(), 0
+    assert entry is not None
+    assert new is not None
+    for number, (x, y) in enumerate(zip(entry.blobs, new.blobs, strict=True)):
         if x.digest != y.digest:
-            one, other = pair.a.blob(entry, number, pair.rank), pair.b.blob(pair.new, number, pair.rank)
+            one, other = a.blob(entry, number, pair.old_pack), b.blob(new, number, pair.new_pack)
             _add_blob(gathered, words_of(one, entry.dtype), words_of(other, entry.dtype), entry.dtype)
         done += x.raw
         progress(done)
     elements = math.prod(entry.shape) * values_per_item(entry.dtype)
     return LeafDiff(
-        path=entry.path, rank=pair.rank, what="changed", old=_type(entry), new=_type(pair.new), elements=elements,
+        path=entry.path, rank=pair.rank, what="changed", old=_type(entry), new=_type(new), elements=elements,
         differing=gathered.differing, max_abs=gathered.largest, rms=gathered.rms(elements - gathered.not_finite),
         not_finite=gathered.not_finite,
     )  # fmt: skip
@@ -171,10 +194,6 @@ def _add_blob(gathered: _Sum, old: Any, new: Any, dtype: str) -> None:  # Any: w
 
 
 # plain leaves
-
-
-def _plain(reader: CheckpointReader, entry: IndexEntry, rank: int) -> Any:  # Any: plain values
-    return unpack_plain(reader.read(entry.path, rank))
 
 
 def _changes(old: Any, new: Any, key: str) -> Iterator[Change]:  # Any: plain values

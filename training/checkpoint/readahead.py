@@ -24,48 +24,56 @@ class ReadAhead:
     """`read` as that of the reader, which it does not close. Each leaf is best asked for once."""
 
     def __init__(self, reader: CheckpointReader, threads: int, rank: int = 0) -> None:
-        self._reader, self._rank = reader, rank
-        self._entries = list(reader.rank_entries(rank).values())
-        self._places = {entry.path: place for place, entry in enumerate(self._entries)}
+        self._reader = reader
+        self._leaves = sorted(reader.state(rank).values(), key=lambda leaf: leaf[0])
+        """Each with the rank in whose pack it is, pack by pack in the order of the index."""
+        self._places = {entry.path: place for place, (_, entry) in enumerate(self._leaves)}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="perdure-read")
         self._coming: dict[int, _Coming] = {}
         self._given: set[int] = set()
-        self._ahead = self._next = 0
-        """Bytes under way, and the first leaf that was not looked at yet."""
+        self._ahead = 0
+        """Bytes under way."""
+        self._next: dict[int, int] = {}
+        """In each pack the first leaf that was not looked at yet."""
 
     def read(self, path: str) -> memoryview:
         """All bytes of a leaf. Raises KeyError where there is none, CheckpointDamaged naming it where it is damaged."""
         place = self._places[path]
         if not self._is_worth_it(place):
-            return self._reader.read(path, self._rank)
+            return self._reader.read(path, self._leaves[place][0])
         self._start(place)
         coming = self._coming.pop(place)
         self._given.add(place)
         self._ahead -= coming.nbytes
-        self._next = max(self._next, place + 1)
-        while self._ahead < _AHEAD and self._next < len(self._entries):
-            if self._is_worth_it(self._next):
-                self._start(self._next)
-            self._next += 1
+        self._look_ahead(place)
         parts = [blob.result() for blob in coming.blobs]
         return coming.whole if coming.whole is not None else parts[0] if parts else memoryview(b"")
 
+    def _look_ahead(self, place: int) -> None:
+        pack = self._leaves[place][0]
+        at = max(self._next.get(pack, 0), place + 1)
+        while self._ahead < _AHEAD and at < len(self._leaves) and self._leaves[at][0] == pack:
+            if self._is_worth_it(at):
+                self._start(at)
+            at += 1
+        self._next[pack] = at
+
     def _is_worth_it(self, place: int) -> bool:
         """Small leaves are read on the spot: handing them to a thread costs more."""
-        entry = self._entries[place]
+        _, entry = self._leaves[place]
         return entry.kind == "tensor" and entry.nbytes > INLINE and place not in self._given
 
     def _start(self, place: int) -> None:
         if place in self._coming:
             return
-        entry = self._entries[place]
+        owner, entry = self._leaves[place]
         whole = self._reader.room(entry) if len(entry.blobs) > 1 else None
-        blobs = [self._pool.submit(self._blob, entry, number, whole) for number in range(len(entry.blobs))]
+        blobs = [self._pool.submit(self._blob, entry, number, owner, whole) for number in range(len(entry.blobs))]
         self._coming[place] = _Coming(entry.nbytes, blobs, whole)
         self._ahead += entry.nbytes
 
-    def _blob(self, entry: IndexEntry, number: int, whole: memoryview | None) -> memoryview:
-        raw = self._reader.blob(entry, number, self._rank)
+    def _blob(self, entry: IndexEntry, number: int, owner: int, whole: memoryview | None) -> memoryview:
+        raw = self._reader.blob(entry, number, owner)
         if whole is None:
             return raw
         whole[number * BLOB_BYTES : number * BLOB_BYTES + len(raw)] = raw

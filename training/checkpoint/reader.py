@@ -72,7 +72,9 @@ def read_index(
 
 
 class CheckpointReader:
-    """An open checkpoint. `entries` are those of rank 0; other ranks' by `rank_entries`. `base` is that of an increment."""
+    """An open checkpoint. `entries` are those of rank 0; other ranks' by `rank_entries`. `base` is that of an increment.
+
+    What several ranks have in common is in the index of one of them: `find` says in whose."""
 
     def __init__(self, manifest: Manifest, source: ByteSource, where: str, base: "CheckpointReader | None" = None) -> None:
         self.manifest, self.source, self.where, self.base = manifest, source, where, base
@@ -110,6 +112,19 @@ class CheckpointReader:
             self._record(rank, "pack")
             self._ranks[rank] = found
         return self._ranks[rank]
+
+    def find(self, path: str, rank: int = 0) -> int:
+        """The rank in whose pack this leaf of `rank` is: its own, or the first that has it. Raises KeyError where none has."""
+        owners: list[int] = [rank, *range(self.ranks)]
+        for owner in owners:
+            if path in self.rank_entries(owner):
+                return owner
+        raise KeyError(path)
+
+    def state(self, rank: int = 0) -> dict[str, tuple[int, IndexEntry]]:
+        """All leaves of a rank by path, each with the rank in whose pack it is."""
+        order = [other for other in reversed(range(self.ranks)) if other != rank]
+        return {path: (owner, entry) for owner in (*order, rank) for path, entry in self.rank_entries(owner).items()}
 
     def base_entries(self, rank: int) -> Mapping[str, IndexEntry]:
         """Of an increment: the leaves of that rank in its base; none where the base has fewer ranks."""

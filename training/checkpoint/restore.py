@@ -62,7 +62,7 @@ def restore_safetensors(
     with files.NewFile(out_file) as new:
         new.write(struct.pack("<Q", len(text)) + text)
         for entry in chosen.values():
-            new.write(reader.read(entry.path))
+            new.write(reader.read(entry.path, reader.find(entry.path)))
             done += entry.nbytes
             if progress is not None:
                 progress(done, total)
@@ -72,7 +72,7 @@ def restore_safetensors(
 
 def _choose(reader: CheckpointReader, only: str | None) -> dict[str, IndexEntry]:
     chosen: dict[str, IndexEntry] = {}
-    for path, entry in reader.entries.items():
+    for path, (_, entry) in reader.state().items():
         name = tensor_name(path)
         if entry.kind != "tensor" or (only is not None and not (fnmatchcase(name, only) or fnmatchcase(path, only))):
             continue
@@ -92,10 +92,10 @@ def _choose(reader: CheckpointReader, only: str | None) -> dict[str, IndexEntry]
 
 def _metadata(reader: CheckpointReader, only: str | None) -> dict[str, str]:
     manifest, told = reader.manifest, {}
-    for path, entry in reader.entries.items():
+    for path, (owner, entry) in reader.state().items():
         if entry.kind == "plain" and only is None:
             try:
-                told[path] = json.dumps(unpack_plain(reader.read(path)), allow_nan=False)
+                told[path] = json.dumps(unpack_plain(reader.read(path, owner)), allow_nan=False)
             except (TypeError, ValueError):
                 continue  # bytes, say: not for JSON
     ours = {"run": manifest.run, "step": str(manifest.step), "state_digest": manifest.state_digest}

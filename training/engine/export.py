@@ -28,8 +28,9 @@ def reading(reader: CheckpointReader) -> Read:
     """Leaves of rank 0; digests are checked by the reader."""
 
     def read(path: str) -> LoadedLeaf:
-        entry = reader.entries[path]
-        return LoadedLeaf(entry.kind, entry.dtype, tuple(entry.shape), reader.read(path))
+        owner = reader.find(path)
+        entry = reader.rank_entries(owner)[path]
+        return LoadedLeaf(entry.kind, entry.dtype, tuple(entry.shape), reader.read(path, owner))
 
     return read
 
