@@ -5,7 +5,7 @@ from pathlib import Path
 
 from perdure.cli import render
 from perdure.cli.target import Target, resolve
-from perdure.training.checkpoint import catalog, lineage, pins
+from perdure.training.checkpoint import catalog, facts, lineage, pins
 from perdure.training.errors import CheckpointNotFound, ConfigError
 from perdure.training.run_dir import CheckpointName
 
@@ -51,7 +51,7 @@ def _split(text: str) -> tuple[str, str]:
 def _chosen(target: Target, wanted: str) -> CheckpointName:
     """Of the present history for a step; any of this name."""
     if not wanted:
-        newest = catalog.newest_with(target.run, ("verified", "replicated"))
+        newest = catalog.newest_with(target.run, facts.GOOD)
         if newest is None:
             raise CheckpointNotFound(f"{target.run.root} has no verified checkpoint", "name one: RUN@STEP; see `perdure ls`")
         return newest

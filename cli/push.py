@@ -35,7 +35,8 @@ def _pending(target: Target, args: argparse.Namespace) -> list[CheckpointName]:
     history = lineage.lineage(target.run)
     if args.step is not None or args.name is not None:
         return [select(target, lineage.committed(target.run), history, args)]
-    return sorted(name for name in history if facts.trust(target.run, name) in ("written", "verified"))
+    lacking = (name for name in history if not facts.is_in(target.run, name, facts.STORE))
+    return sorted(name for name in lacking if facts.trust(target.run, name) != "quarantined")
 
 
 def _prove(target: Target, name: CheckpointName, *, quiet: bool) -> None:

@@ -78,6 +78,7 @@ def _rich_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
 _COLORS = {
     "verified": "green",
     "replicated": "green",
+    "archived": "green",
     "quarantined": "red",
     "written": "yellow",
     "good": "green",

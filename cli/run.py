@@ -65,10 +65,11 @@ def run(args: argparse.Namespace) -> int:
 def _already_finished(config: RunConfig, run_dir: RunDir) -> _Outcome | None:
     """The answer without starting anything, when the last step is committed, proven, and copied where it should be."""
     names = catalog.candidates(run_dir)
-    wanted = "replicated" if config.store_url else "verified"
     if flow_runs.died(run_dir):
         return None  # a flow run that still says Running in Prefect is closed by the next one
-    if not names or names[0].step < config.run.steps or facts.trust(run_dir, names[0]) not in (wanted, "replicated"):
+    if not names or names[0].step < config.run.steps or facts.trust(run_dir, names[0]) not in facts.GOOD:
+        return None
+    if config.store_url and not facts.is_in(run_dir, names[0], facts.STORE):
         return None
     manifest = catalog.manifest_of(run_dir, names[0])
     result = {"step": names[0].step, "state_digest": manifest.state_digest, "checkpoint": str(names[0]), "already": True}

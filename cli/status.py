@@ -10,11 +10,10 @@ from perdure.cli import render
 from perdure.cli.target import Target, add_target, resolve
 from perdure.training import files
 from perdure.training.agent import lock
-from perdure.training.checkpoint import catalog, lineage
+from perdure.training.checkpoint import catalog, facts, lineage
 from perdure.training.run_dir import RunDir
 
 _Status = dict[str, Any]  # Any: JSON values
-_GOOD = ("verified", "replicated")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +46,8 @@ def collect(target: Target) -> _Status:
         "total_steps": target.steps,
         "launches": len(launches),
         "newest_committed_step": names[0].step if names else None,
-        "newest_verified_step": _step(catalog.newest_with(run, _GOOD)),
-        "newest_replicated_step": _step(catalog.newest_with(run, ("replicated",))),
+        "newest_verified_step": _step(catalog.newest_with(run, facts.GOOD)),
+        "newest_replicated_step": _step(catalog.newest_in(run, facts.STORE)),
         "store_url": target.store_url or None,
         "holder": _holder(run) if held else None,
         "trainer": _trainer(live) if live else None,
@@ -66,7 +65,7 @@ def _state(target: Target, names: list[Any], launches: dict[int, Any], held: boo
     if held:
         return "stopping" if target.run.stop_request.exists() or (live or {}).get("state") == "stopping" else "running"
     if names and names[0].step >= target.steps:
-        newest = catalog.newest_with(target.run, ("replicated",))
+        newest = catalog.newest_in(target.run, facts.STORE)
         return "complete" if not target.store_url or newest == names[0] else "complete_not_replicated"
     if not launches:
         return "new"

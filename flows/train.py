@@ -151,7 +151,7 @@ class _Drive:
             self.leave(end, time.monotonic() + self.config.launch.stop_grace)
             raise Stopped(f"stopped at step {end.step}: {end.detail}")
         decision = decide(attempts_of(self.run, self.since))
-        good = catalog.newest_with(self.run, ("verified", "replicated", "written"))
+        good = catalog.newest_with(self.run, (*facts.GOOD, "written"))
         events.record(
             self.run,
             "failed",
@@ -198,7 +198,7 @@ class _Drive:
             self.reconcile()
             self.settle(time.monotonic() + AFTER_TRAINING_SECS)
             last = lineage.lineage(self.run)[0]
-            if self.store is None or facts.trust(self.run, last) == "replicated":
+            if self.store is None or facts.is_in(self.run, last, "store"):
                 break
         manifest = catalog.manifest_of(self.run, last)
         if not any(
@@ -207,7 +207,7 @@ class _Drive:
             events.record(self.run, "completed", step=last.step, digest=manifest.state_digest, name=str(last))
         self.tell()
         self.settle(time.monotonic() + 10.0)
-        if self.store is not None and facts.trust(self.run, last) != "replicated":
+        if self.store is not None and not facts.is_in(self.run, last, "store"):
             raise NotReplicated(
                 f"{self.run.root}: all {last.step} steps are trained and proven, but {last} is not in {self.store.url}",
                 "see `perdure status`; running the same command again only pushes",

@@ -12,7 +12,7 @@ from perdure.tasks.curve import Curve
 from perdure.tasks.ledger import Ledger, account
 from perdure.tasks.redact import redact
 from perdure.training import events
-from perdure.training.checkpoint import catalog, lineage
+from perdure.training.checkpoint import catalog, facts, lineage
 from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.lineage import LaunchRecord
 from perdure.training.checkpoint.run_info import RunInfo
@@ -92,7 +92,7 @@ def _headline(info: RunInfo, step: int, launch: int, curve: Curve, log: Sequence
     points = curve.points()
     value = chunks[-1] if chunks else points[-1][1] if points else None
     loss = f", loss {value:.4g}" if isinstance(value, (int, float)) else ""
-    good = [one for one in listed if one.in_lineage and one.trust in ("verified", "replicated", "archived")]
+    good = [one for one in listed if one.in_lineage and one.trust in facts.GOOD]
     newest = f", newest good checkpoint: step {good[-1].name.step:,} ({good[-1].trust})" if good else ", no good checkpoint yet"
     last = next(
         (event.kind for event in reversed(log) if event.kind in ("completed", "failed", "stopped", "chunk_finished")), ""
@@ -145,7 +145,7 @@ def _row(one: Listed, now: float) -> dict[str, Any]:  # Any: JSON values
         "kind": kind,
         "trust": one.trust if one.in_lineage else f"{one.trust}, not in the present history",
         "size": size(one.bytes_on_disk),
-        "where": "disk, store" if one.trust in ("replicated", "archived") else "disk",
+        "where": ", ".join(["disk", *(place for place in one.places if place != facts.LOCAL)]),
         "age": span(max(0.0, now - created)) if created else "?",
         "written": _when(created) if created else "?",
     }

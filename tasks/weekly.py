@@ -15,12 +15,11 @@ from perdure.tasks.redact import redact
 from perdure.training import events, watchdog
 from perdure.training.checkpoint import catalog, lineage
 from perdure.training.checkpoint.catalog import Listed
+from perdure.training.checkpoint.facts import GOOD
 from perdure.training.checkpoint.lineage import LaunchEnd, LaunchRecord
 from perdure.training.checkpoint.run_info import RunInfo, read_run_info
 from perdure.training.events import Event
 from perdure.training.run_dir import CheckpointName, RunDir
-
-_GOOD = ("verified", "replicated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ def digest(run: RunDir, days: float, *, now: float | None = None) -> Digest:
     log = list(events.read(run))
     recent = [event for event in log if event.time >= since]
     state = "running" if look.held else watchdog.judge(look, look).state
-    verified, replicated = _newest(listed, _GOOD), _newest(listed, ("replicated",))
+    verified, replicated = _newest(listed), _newest([one for one in listed if one.in_store])
     return Digest(
         name=info.name,
         run_dir=str(run.root),
@@ -98,14 +97,14 @@ def digest(run: RunDir, days: float, *, now: float | None = None) -> Digest:
         replicated_age=_age(replicated, now),
         quarantined=sum(one.trust == "quarantined" for one in listed),
         bytes_on_disk=sum(one.bytes_on_disk for one in listed),
-        bytes_in_store=sum(one.manifest.stored_bytes for one in listed if one.trust == "replicated" and one.manifest),
+        bytes_in_store=sum(one.manifest.stored_bytes for one in listed if one.in_store and one.manifest),
         times=_times(launches, ends, curve.traces, log, since, now, live=look.held),
         next_action=_next(info, state, look, listed, replicated),
     )
 
 
-def _newest(listed: Sequence[Listed], trusts: Sequence[str]) -> Listed | None:
-    return next((one for one in reversed(listed) if one.in_lineage and one.trust in trusts), None)
+def _newest(listed: Sequence[Listed]) -> Listed | None:
+    return next((one for one in reversed(listed) if one.in_lineage and one.trust in GOOD), None)
 
 
 def _age(one: Listed | None, now: float) -> float | None:

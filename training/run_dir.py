@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CHECKPOINT = re.compile(r"([0-9]{12})-([0-9]{4}|[1-9][0-9]{4,})")
+_FACT = re.compile(r"check-([a-z0-9][a-z0-9_-]{0,39})\.json")
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MANIFEST = "manifest.json"
 REPLACED_MANIFEST = "manifest.increment.json"
 """The manifest that a roll-up replaced, while somebody may still read by it."""
@@ -24,6 +26,11 @@ class CheckpointName:
     def parse(cls, text: str) -> "CheckpointName | None":
         match = _CHECKPOINT.fullmatch(text)
         return cls(int(match[1]), int(match[2])) if match else None
+
+
+def is_label(text: str) -> bool:
+    """Whether a milestone may be called so; it is also the name of a file."""
+    return _LABEL.fullmatch(text) is not None
 
 
 def rank_pack(rank: int, *, rolled_up: bool = False) -> str:
@@ -85,6 +92,11 @@ class RunDir:
         return self.root / "upkeep.lock"
 
     @property
+    def drills(self) -> Path:
+        """A JSON line per drill that was held."""
+        return self.root / "drills.jsonl"
+
+    @property
     def watchdog_lock(self) -> Path:
         """flock of the one watchdog that helps this run."""
         return self.root / "watchdog.lock"
@@ -138,8 +150,14 @@ class RunDir:
         return self.checkpoint(name) / MANIFEST
 
     def fact(self, name: CheckpointName, copy: str) -> Path:
-        """The checker's fact about one copy: `local` or `store`."""
+        """The checker's fact about one copy: `local`, `store`, or the name of a tier."""
         return self.checkpoint(name) / f"check-{copy}.json"
+
+    @staticmethod
+    def place_of_fact(file: str) -> str:
+        """The place that a fact of this file name is about; "" when it is no fact."""
+        match = _FACT.fullmatch(file)
+        return match[1] if match else ""
 
     # keys in the store, relative to its URL
     RUN_KEY = "run.json"

@@ -28,6 +28,12 @@ class Listed:
     bytes_on_disk: int
     base: CheckpointName | None = None
     """The full it needs, when it is an increment."""
+    places: tuple[str, ...] = ()
+    """Where a good copy of it is: local, store, and the names of tiers."""
+
+    @property
+    def in_store(self) -> bool:
+        return self.trust == "replicated" or (self.trust == "archived" and facts.STORE in self.places)
 
 
 @dataclass(frozen=True)
@@ -68,19 +74,17 @@ def _describe(run: RunDir, name: CheckpointName, in_lineage: bool, sizes: Mappin
         found = manifest_of(run, name)
     except (CheckpointDamaged, CheckpointNotFound) as error:
         problem = str(error)
+    known = facts.read_facts(run, name, sizes)
     return Listed(
         name=name,
         in_lineage=in_lineage,
-        trust=facts.trust(run, name) if _has_facts(run, name, sizes) else "written",
+        trust=facts.trust_of(known),
         manifest=found,
         problem=problem,
         bytes_on_disk=sum(sizes.values()),
         base=found.base_name if found else None,
+        places=facts.places_of(known),
     )
-
-
-def _has_facts(run: RunDir, name: CheckpointName, sizes: Mapping[str, int]) -> bool:
-    return any(run.fact(name, copy).name in sizes for copy in ("local", "store"))
 
 
 def strays(sizes: Mapping[str, int], found: Manifest | None) -> list[str]:
@@ -125,3 +129,8 @@ def candidates(run: RunDir) -> list[CheckpointName]:
 
 def newest_with(run: RunDir, trusts: Collection[str]) -> CheckpointName | None:
     return next((name for name in lineage(run) if facts.trust(run, name) in trusts), None)
+
+
+def newest_in(run: RunDir, place: str) -> CheckpointName | None:
+    """The newest one here of which that place has a good copy."""
+    return next((name for name in lineage(run) if facts.is_in(run, name, place)), None)

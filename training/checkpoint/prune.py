@@ -17,7 +17,7 @@ from perdure.training.checkpoint import pins as milestones
 from perdure.training.checkpoint.catalog import Catalog, manifest_of, read_catalog
 from perdure.training.checkpoint.hold import try_hold_alone
 from perdure.training.checkpoint.lineage import read_launches
-from perdure.training.checkpoint.retention import VERIFIED, Plan, Verdict, plan
+from perdure.training.checkpoint.retention import Plan, Verdict, plan
 from perdure.training.checkpoint.tidy import nobody_reads_replaced, tidy
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, DiskFull
 from perdure.training.retention_settings import RetentionSection
@@ -209,7 +209,7 @@ class _Prune:
         anchor = self._plan.anchor
         if anchor is None:
             return ""
-        if facts.trust(self._run, anchor) not in VERIFIED:
+        if facts.trust(self._run, anchor) not in facts.GOOD:
             return f"{anchor} is no longer known to be good: plan anew"
         base = self._known.get(str(anchor))
         if base is not None and facts.trust(self._run, base) == "quarantined":

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from perdure.training.checkpoint.catalog import Listed
+from perdure.training.checkpoint.facts import GOOD
 from perdure.training.checkpoint.pins import Pins
 from perdure.training.checkpoint.policies import KEEP_ALL, Policy, policies_of
 from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName
 
-VERIFIED = ("verified", "replicated")
-_IN_STORE = ("replicated",)
 NO_PINS = Pins()
 Reasons = dict[CheckpointName, tuple[str, ...]]
 
@@ -93,15 +92,15 @@ def decide(
     kept too; it goes when there is no reason."""
     every = _judged(sorted(listed, key=lambda one: one.name))
     reasons: Reasons = {}
-    counts = _IN_STORE if stored else VERIFIED
-    counted = [one for one in reversed(every) if one.in_lineage and one.trust in counts]
+    counted = [one for one in reversed(every) if one.in_lineage and (one.in_store if stored else one.trust in GOOD)]
+    counts = {one.name for one in counted}
     _add(reasons, {one.name: _milestone(pins.names[one.name]) for one in every if one.name in pins.names})
     for policy in policies:
         _add(reasons, policy(counted))
-    newest = next((one for one in reversed(every) if one.in_lineage and one.trust in VERIFIED), None)
+    newest = next((one for one in reversed(every) if one.in_lineage and one.trust in GOOD), None)
     if newest is not None:
         _add(reasons, {newest.name: "the newest verified"})
-    _add(reasons, {one.name: _uncounted(one) for one in every if one.in_lineage and one.trust not in counts})
+    _add(reasons, {one.name: _uncounted(one) for one in every if one.in_lineage and one.name not in counts})
     if abandoned_stay:
         _add(reasons, {one.name: abandoned_stay for one in every if not one.in_lineage})
     if pins.problem:
@@ -132,12 +131,12 @@ def _roll_ups(every: Sequence[Listed], kept: Reasons, pins: Pins) -> dict[Checkp
     for one in every:
         if one.base is not None and one.name in kept:
             dependents.setdefault(one.base, []).append(one)
-    fulls = {one.name: one for one in every if one.base is None and one.trust in VERIFIED}
+    fulls = {one.name: one for one in every if one.base is None and one.trust in GOOD}
     newest = max((name for name, one in fulls.items() if one.in_lineage), default=None)
     return {
         ones[0].name: base
         for base, ones in dependents.items()
-        if len(ones) == 1 and ones[0].name in pins.names and ones[0].trust in VERIFIED
+        if len(ones) == 1 and ones[0].name in pins.names and ones[0].trust in GOOD
         and base in fulls and base not in kept and base != newest
     }  # fmt: skip
 

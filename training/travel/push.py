@@ -30,7 +30,8 @@ PushProgress = Callable[[int, int], None]
 
 def pending(run: RunDir) -> list[CheckpointName]:
     """Verified checkpoints of the lineage that the store is not known to hold, newest first."""
-    return [name for name in lineage(run) if facts.trust(run, name) == "verified"]
+    here = ((name, facts.trust(run, name)) for name in lineage(run))
+    return [name for name, trust in here if trust in facts.GOOD and not facts.is_in(run, name, facts.STORE)]
 
 
 def push(
