@@ -5,7 +5,7 @@ The commit marker is always one small conditional PUT. Ranged reads and ETags ar
 import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -114,15 +114,18 @@ class S3Store:
             raise s3_errors.from_client(error, self._where(key), self._endpoint) from error
 
     def write(self, operation: str, key: str, **arguments: Any) -> Any:  # Any: as `raw`
-        """The request that makes an object, as the settings want it; what was asked for must have been done."""
-        answer = self.raw(operation, key, Key=self.full_key(key), **self._on_write, **arguments)
+        """The request that makes an object, as the settings want it."""
+        return self.raw(operation, key, Key=self.full_key(key), **self._on_write, **arguments)
+
+    def _check_encrypted(self, key: str, answer: Mapping[str, Any]) -> None:  # Any: boto3's answer
+        """A server that does not know encryption may store all the same."""
         done = answer.get("ServerSideEncryption", "")
         if self._settings.sse and done != self._settings.sse:
-            said = (
-                f"{self._where(key)}: {self._endpoint} was asked for sse = {self._settings.sse!r} and encrypted with {done!r}"
+            raise StoreError(
+                f"{self._where(key)} was stored, but {self._endpoint} did not encrypt it with {self._settings.sse}",
+                retryable=False,
+                hint="use a server that does, or leave store.sse out; delete the object if nobody may read it",
             )
-            raise StoreError(said, retryable=False, hint="leave store.sse out, or use a server that encrypts")
-        return answer
 
     def explain(self, error: ClientError, key: str) -> StoreError:
         return s3_errors.from_answer(error, self._where(key), self._endpoint, checksums=self.checksums, settings=self._settings)
@@ -141,7 +144,7 @@ class S3Store:
         arguments: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
         for attempt in range(ATTEMPTS):
             try:
-                self.write("put_object", key, Body=data, **arguments)
+                self._check_encrypted(key, self.write("put_object", key, Body=data, **arguments))
                 return True
             except ClientError as error:
                 if if_absent and s3_errors.status_of(error) == 412:
@@ -170,6 +173,8 @@ class S3Store:
                 progress(size)
         else:
             Upload(self, key, path, progress=progress, should_stop=should_stop).run()
+            if self._settings.sse:
+                self._check_encrypted(key, self.head(key) or {})
 
     # reading
     def _read(self, key: str, limit: int, **arguments: Any) -> tuple[bytes, Any]:  # Any: as `raw`
