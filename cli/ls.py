@@ -29,8 +29,8 @@ def describe(listed: Listed) -> dict[str, Any]:  # Any: JSON values
 def run(args: argparse.Namespace) -> int:
     target = resolve(args.target, args.set)
     info = target.started()
-    found, pinned = catalog.read_catalog(target.run), pins.read_pins(target.run)
-    listed = found.listed
+    found = catalog.read_catalog(target.run)
+    listed, pinned = found.listed, pins.read_pins(target.run, found.listed)
     leftovers = [str(path.relative_to(target.run.root)) for path in found.leftovers]
     if args.json:
         head = {"id": info.id, "name": info.name, "dir": str(target.run.root), "steps": target.steps}

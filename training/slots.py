@@ -54,6 +54,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     loss: dict[str, Any]
     exact: bool = True
     exact_reasons: tuple[str, ...] = ()
+    milestone: str | msgspec.UnsetType = msgspec.UNSET
+    """The name that the training code gave this checkpoint."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +12,13 @@ import numpy as np
 import pytest
 from harness import Direct, Run, children, copy_tiny, kill, wait_until
 
+from perdure.training.checkpoint import catalog
+from perdure.training.checkpoint.pins import read_pins
 from perdure.training.checkpoint.plain import unpack_plain
 from perdure.training.checkpoint.reader import open_checkpoint
+from perdure.training.checkpoint.verify import check
 from perdure.training.process import identify
+from perdure.training.run_dir import CheckpointName
 
 SLOW = "params.sleep=0.05"
 """Slow enough to be hit in the middle; sleeping changes no number."""
@@ -74,6 +79,32 @@ def test_agent_killed_takes_rank_and_saver_with_it(run: Run, reference: str) -> 
     wait_until(lambda: not (rank.is_alive() or saver.is_alive()), "rank and saver gone", 10)
     assert direct.end().error_class == "infrastructure"
     assert go_on(run) == reference
+
+
+def test_a_named_step_is_a_milestone_whoever_dies_and_takes_its_name_along_when_trained_again(run: Run, reference: str) -> None:
+    """The saver is killed until the step is committed, then the agent at once: the name came with the commit, or not at all."""
+    direct, named = Direct(run), ["launch.env.TINY_name_at=16"]
+    direct.launch(named)
+    wait_until(lambda: run.step() >= 16, "step 16")
+    kill(run.saver())
+    wait_until(lambda: CheckpointName(17, 1) in run.committed(), "step 17 committed")
+    kill(run.agent())
+    assert direct.end().error_class == "infrastructure"
+    assert milestones(run) == {CheckpointName(17, 1): ("before-decay",)}
+    os.truncate(run.dir.checkpoint(CheckpointName(17, 1)) / "rank-00000.pack", 100)
+    wait_until(lambda: not run.processes(), "all gone")
+    for step in (name.step for name in run.committed() if name.step >= 17):
+        assert check(run.dir, CheckpointName(step, 1)).result == ("damaged" if step == 17 else "good")
+    newer = [name for name in run.committed() if name.step > 17]
+    for name in newer:
+        shutil.rmtree(run.dir.checkpoint(name))
+    assert Direct(run).train_to_end(named).reason == "complete"
+    assert run.digest() == reference
+    assert milestones(run) == {CheckpointName(17, 2): ("before-decay",)}
+
+
+def milestones(run: Run) -> dict[CheckpointName, tuple[str, ...]]:
+    return dict(read_pins(run.dir, catalog.list_checkpoints(run.dir)).names)
 
 
 def test_lifeline_closed_saves_the_step_it_is_at(run: Run, reference: str) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from perdure.training import files
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
-from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir, rank_index, rank_pack
+from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir, is_label, rank_index, rank_pack
 
 FORMAT = "perdure-checkpoint"
 VERSION = 2
@@ -59,6 +59,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     loss: dict[str, Any]
     exact: bool
     exact_reasons: tuple[str, ...]
+    milestone: str | msgspec.UnsetType = msgspec.UNSET
+    """The name that the training code gave it (pins.py); there is no such field where it gave none."""
     base: Base | None = None
     """None for a full."""
     digest: str = ""
@@ -122,6 +124,8 @@ def _inconsistency(manifest: Manifest) -> str:
         return "holds a negative number"
     if sum(file.bytes for file in manifest.files) != manifest.stored_bytes:
         return f"says {manifest.stored_bytes} stored bytes, which its files do not add up to"
+    if manifest.milestone is not msgspec.UNSET and not is_label(manifest.milestone):
+        return f"names itself {manifest.milestone!r:.80}, which is no milestone's name"
     if manifest.base is None:
         return ""
     name = manifest.base_name

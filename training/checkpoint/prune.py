@@ -77,7 +77,7 @@ def survey(
     idle = is_idle()
     newest = max(launches, default=0)
     tokens = {*range(1, newest + 1), *(one.name.token for one in found.listed)}
-    known, pins = tokens <= set(launches), milestones.read_pins(run)
+    known, pins = tokens <= set(launches), milestones.read_pins(run, found.listed)
     decided = plan(found.listed, settings, stored, pins=pins, history_known=known, roll_up=may_roll_up)
     judged = tuple(_judge(run, path, newest, idle) for path in _uncommitted(run, found))
     return Survey(plan=decided, leftovers=judged)
@@ -195,7 +195,7 @@ class _Prune:
                 return "being read or written against" if (folder / MANIFEST).exists() else "gone already"
             if problem := self._anchor_problem():
                 return problem
-            pins = milestones.read_pins(self._run)  # one pinned since the plan waits for us, or held it first and is found now
+            pins = milestones.read_pins(self._run, ())  # one pinned since waits for us, or held it first and is found now
             if pins.problem or name in pins.names:
                 return pins.problem or f"milestone {', '.join(pins.names[name])}"
             if dependents := self._dependents(name):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from perdure.training.checkpoint.pins import check_label
 from perdure.training.config import RunConfig, load_config
 from perdure.training.engine import signals
 from perdure.training.engine.link import Link
@@ -31,6 +32,8 @@ class Session:
         self._generators: dict[str, Any] = {}  # Any: torch.Generator, random.Random, numpy Generator
         self._begun = False
         self._iterating = False
+        self._wants_save = False
+        self._milestone = ""
         run = RunDir(Path(link.welcome["run_dir"])) if link else None
         self._metrics = Metrics(run.metrics(int(link.welcome["token"])) if link and run else None)
         self._snapshots = Snapshots(link, run, self._metrics) if link and run else None
@@ -97,7 +100,8 @@ class Session:
             self._link.finished_step(self.step)
             self._link.poll()
             if self._save_due(self._link):
-                self._snapshots.cut(self.step)
+                self._snapshots.cut(self.step, self._milestone)
+                self._milestone = ""
             elif self._keep_every and self.step % self._keep_every == 0:
                 self._snapshots.keep(self.step)
             if self.step < self.total_steps:
@@ -110,6 +114,16 @@ class Session:
     def log(self, **values: Any) -> None:  # Any: numbers or 0-d tensors
         """Record numbers of the current step: `loss`, `tokens`, and what you like. Tensors are not waited for."""
         self._metrics.log(self.step + 1, values)
+
+    def save(self, name: str = "") -> None:
+        """Have a checkpoint cut at the end of the step under way. `name` makes it a milestone, which is never deleted; of two
+        names for one step the later counts. Raises ConfigError where it is no plain name, or no step is under way."""
+        if name:
+            check_label(name)
+        if not self._begun or self.step >= self.total_steps:
+            raise ConfigError("session.save() was called outside the training steps", "call it within the step to be saved")
+        self._wants_save = True
+        self._milestone = name or self._milestone
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -141,8 +155,8 @@ class Session:
 
     def _save_due(self, link: Link) -> bool:
         chunk, every = self._schedule
-        wanted = link.save_requested or bool(link.stop_reason) or signals.received
-        link.save_requested = False
+        wanted = link.save_requested or self._wants_save or bool(link.stop_reason) or signals.received
+        link.save_requested = self._wants_save = False
         return wanted or self.step % chunk == 0 or self.step % every == 0 or self.step >= self.total_steps
 
     def _save_before_stop(self, link: Link) -> None:

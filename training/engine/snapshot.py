@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from perdure.training.checkpoint.plain import unpack_plain
@@ -115,11 +116,11 @@ class Snapshots:
             self._size = size
             self._link.wait_for_room(self._stager.prepare(self._leaves(step)))
 
-    def cut(self, step: int) -> None:
+    def cut(self, step: int, milestone: str = "") -> None:
         """Stage a snapshot of this very moment and hand it to the agent, to be written. The step waits for one memory copy."""
         self._check(step)
         slot = self._link.take_slot(step)
-        self._stage(slot, step, lambda: self._link.submit(slot, step))
+        self._stage(slot, step, lambda: self._link.submit(slot, step), milestone)
         self.last_step = step
 
     def keep(self, step: int) -> None:
@@ -142,10 +143,10 @@ class Snapshots:
             raise NonFinite(f"the loss is not finite at step {step}: nothing is saved, the newest checkpoint stays good")
         self._watch.check_before_save(step)
 
-    def _stage(self, slot: int, step: int, announce: Callable[[], None]) -> None:
+    def _stage(self, slot: int, step: int, announce: Callable[[], None], milestone: str = "") -> None:
         leaves = self._leaves(step)
         digest = audit.state_digest(leaves) if self._link.welcome["audit"] else ""
-        staging = self._stager.begin(slot, leaves, self._about(step), digest)
+        staging = self._stager.begin(slot, leaves, self._about(step, milestone), digest)
         if self._overlap is not None and not self._link.holds_newest(slot):  # else no step may pass without a snapshot
             self._overlap.start(staging, announce)
             return
@@ -162,7 +163,7 @@ class Snapshots:
         own = plain_leaf(SESSION, {"step": step, "skipped": skipped, "metrics": self._metrics.state_dict()})
         return [*collect(self._tracked, self._memory), *rng_leaves(self._generators), own]
 
-    def _about(self, step: int) -> About:
+    def _about(self, step: int, milestone: str) -> About:
         return About(
             step=step,
             world={"size": 1},
@@ -173,6 +174,7 @@ class Snapshots:
             loss=dict(self._metrics.loss),
             exact=not self._exact_reasons,
             exact_reasons=tuple(self._exact_reasons),
+            milestone=milestone or msgspec.UNSET,
         )
 
 
