@@ -54,6 +54,8 @@ class S3Server:
     no_delete: Keys
     read_only: Keys
     pid: int
+    master: str
+    """host:port, for `weed shell`."""
     made: list[str] = field(default_factory=list)
 
     def client(self, keys: Keys | None = None) -> Any:
@@ -120,7 +122,8 @@ def _identities(admin: Keys, no_delete: Keys, read_only: Keys) -> dict[str, Any]
     }
 
 
-def _start_weed(folder: Path, identities: dict[str, Any]) -> tuple[subprocess.Popen[bytes], int]:
+def _start_weed(folder: Path, identities: dict[str, Any], *arguments: str) -> tuple[subprocess.Popen[bytes], int]:
+    (folder / "data").mkdir()
     config = folder / "s3.json"
     config.write_text(json.dumps(identities))
     config.chmod(0o600)
@@ -134,13 +137,14 @@ def _start_weed(folder: Path, identities: dict[str, Any]) -> tuple[subprocess.Po
                 *(f"-s3.port={port + 33}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"),
                 *(f"-admin.port={port + 3}", f"-s3.config={config}"),
                 *("-s3.allowDeleteBucketNotEmpty=false", "-s3.autoCreateBucket=false"),
+                *arguments,
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=folder,
         )
-    return process, port + 33
+    return process, port
 
 
 def _until_serving(server: S3Server, process: "subprocess.Popen[bytes]", folder: Path) -> None:
@@ -162,13 +166,13 @@ def _until_serving(server: S3Server, process: "subprocess.Popen[bytes]", folder:
             time.sleep(0.1)
 
 
-@pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    folder = tmp_path_factory.mktemp("weed")
-    (folder / "data").mkdir()
-    keys = Keys.random(), Keys.random(), Keys.random()
-    process, port = _start_weed(folder, _identities(*keys))
-    server = S3Server(f"http://127.0.0.1:{port}", *keys, pid=process.pid)
+@contextlib.contextmanager
+def running_weed(
+    folder: Path, identities: dict[str, Any], keys: tuple[Keys, Keys, Keys], *arguments: str
+) -> Iterator[S3Server]:
+    """A server of its own in `folder`; `keys` as S3Server has them, `arguments` after ours."""
+    process, port = _start_weed(folder, identities, *arguments)
+    server = S3Server(f"http://127.0.0.1:{port + 33}", *keys, pid=process.pid, master=f"127.0.0.1:{port}")
     try:
         _until_serving(server, process, folder)
         yield server
@@ -176,6 +180,13 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         process.send_signal(signal.SIGKILL)  # a throw-away server: SIGTERM takes seconds
         process.wait()
         shutil.rmtree(folder / "data", ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    keys = Keys.random(), Keys.random(), Keys.random()
+    with running_weed(tmp_path_factory.mktemp("weed"), _identities(*keys), keys) as server:
+        yield server
 
 
 @pytest.fixture
