@@ -42,19 +42,25 @@ def remote_checkpoints(store: ObjectStore) -> list[CheckpointName]:
 
 
 def pull(
-    store: ObjectStore, run: RunDir, *, name: CheckpointName | None = None, progress: PullProgress | None = None
+    store: ObjectStore,
+    run: RunDir,
+    *,
+    name: CheckpointName | None = None,
+    place: str = facts.STORE,
+    progress: PullProgress | None = None,
 ) -> CheckpointName:
-    """Bring `name`, or the newest good checkpoint of the lineage, into `run`; returns which.
+    """Bring `name`, or the newest good checkpoint of the lineage, into `run`; returns which. `place`: what the store is to the
+    run, `store` or the name of a tier.
 
     Damaged ones are reported and the one before is used. Raises CheckpointNotFound when the store has no run or the run no
     checkpoint yet (run.json and launch records are then in place), CheckpointDamaged when none is good, StoreConflict when
     `run` is another run, DiskFull before anything is fetched, StoreError."""
-    return _Pull(store, run, progress).run(name)
+    return _Pull(store, run, place, progress).run(name)
 
 
 class _Pull:
-    def __init__(self, store: ObjectStore, run: RunDir, progress: PullProgress | None) -> None:
-        self._store, self._run, self._progress = store, run, progress
+    def __init__(self, store: ObjectStore, run: RunDir, place: str, progress: PullProgress | None) -> None:
+        self._store, self._run, self._place, self._progress = store, run, place, progress
         self._launches: dict[int, LaunchRecord] = {}
         self._unreadable: list[int] = []
         self._damaged: set[CheckpointName] = set()
@@ -163,7 +169,7 @@ class _Pull:
             raise
         files.write_atomically(folder / MANIFEST, manifest.seal(found))
         files.remove(self._run.fact(name, "local"))  # of the copy that was here before
-        fact = Fact(copy="store", checked_at=time.time(), result="good", location=self._store.url)
+        fact = Fact(copy=self._place, checked_at=time.time(), result="good", location=self._store.url)
         facts.write_fact(self._run, name, fact)
         return leaves
 

@@ -39,14 +39,16 @@ def push(
     store: ObjectStore,
     name: CheckpointName,
     *,
+    place: str = facts.STORE,
     progress: PushProgress | None = None,
     should_stop: ShouldStop | None = None,
 ) -> Fact:
-    """Copy a checkpoint; returns the fact that the store's copy was read back and is good. Doing it twice is fine.
+    """Copy a checkpoint; returns the fact that the store's copy was read back and is good. Doing it twice is fine. `place`: what the
+    store is to the run, `store` or the name of a tier.
 
     Raises CheckpointDamaged when the local copy is not what its manifest says, StoreConflict when the store holds
     another run or another checkpoint of this name, StoreError otherwise."""
-    return _Push(run, store, name, progress, should_stop).run()
+    return _Push(run, store, name, place, progress, should_stop).run()
 
 
 class _Push:
@@ -55,10 +57,11 @@ class _Push:
         run: RunDir,
         store: ObjectStore,
         name: CheckpointName,
+        place: str,
         progress: PushProgress | None,
         should_stop: ShouldStop | None,
     ) -> None:
-        self._run, self._store, self._name = run, store, name
+        self._run, self._store, self._name, self._place = run, store, name, place
         self._progress, self._should_stop = progress, should_stop
         self._done = self._total = 0
 
@@ -119,8 +122,7 @@ class _Push:
 
     def _is_pushed(self, base: CheckpointReader) -> bool:
         """It was read back from the store once, and is there still."""
-        fact = facts.read_fact(self._run, base.manifest.name, "store")
-        return fact is not None and fact.result == "good" and self._stored_manifest(base) == base.manifest
+        return facts.is_in(self._run, base.manifest.name, self._place) and self._stored_manifest(base) == base.manifest
 
     def _stored_manifest(self, reader: CheckpointReader) -> Manifest | None:
         """What the store has under this name; None for nothing, or nothing that can be read."""
@@ -192,7 +194,7 @@ class _Push:
         return self._store.get(key, limit=len(data)) == data
 
     def _record(self, name: CheckpointName) -> Fact:
-        fact = Fact(copy="store", checked_at=time.time(), result="good", location=self._store.url)
+        fact = Fact(copy=self._place, checked_at=time.time(), result="good", location=self._store.url)
         self._store.put(RunDir.checkpoint_key(name, CHECK_KEY), msgspec.json.encode(fact))
         facts.write_fact(self._run, name, fact)
         return fact
