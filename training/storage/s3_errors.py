@@ -41,7 +41,8 @@ _RETRYABLE = {
     "Throttling",
     "SlowDown",
 }
-_WRITES = ("PutObject", "CreateMultipartUpload")
+_NEW = ("PutObject", "CreateMultipartUpload")
+_WRITES = (*_NEW, "UploadPart", "CompleteMultipartUpload")
 _UNCONFIGURED = (
     boto.NoCredentialsError,
     boto.PartialCredentialsError,
@@ -92,11 +93,9 @@ def credentials_explained(where: str) -> Iterator[None]:
 
 
 def _asked_for(error: ClientError, settings: StoreSettings) -> list[str]:
-    """Settings that this request carried and that not every server knows."""
-    if error.operation_name not in _WRITES:
-        return []
-    tags = ["store.tags"] if settings.tags else []
-    return tags + ([f'store.sse = "{settings.sse}"'] if settings.sse else [])
+    """Settings that this request carried, or the upload it is part of, and that not every server knows."""
+    tags = ["store.tags"] if settings.tags and error.operation_name in _NEW else []
+    return tags + ([f'store.sse = "{settings.sse}"'] if settings.sse and error.operation_name in _WRITES else [])
 
 
 def from_answer(error: ClientError, where: str, endpoint: str, *, checksums: bool, settings: StoreSettings) -> StoreError:
