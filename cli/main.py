@@ -43,6 +43,7 @@ VERBS = {
     "prune": Verb("delete what retention lets go, and what crashes left", "perdure prune runs/gpt --keep-last 3 --dry-run"),
     "pin": Verb("name a checkpoint as a milestone that stays", "perdure pin runs/gpt@200 before-lr-drop"),
     "scrub": Verb("read a share of all copies again and repair rot", "perdure scrub gpt/run.toml --budget 15%"),
+    "drill": Verb("rehearse a lost machine from the store alone", "perdure drill gpt/run.toml --dry-run"),
     "watchdog": Verb("find runs that died without a word, restart them", "perdure watchdog runs --dry-run"),
     "report": Verb("say what runs did, lost and cost", "perdure report runs --days 7"),
     "deploy": Verb("register runs with a Prefect server", "perdure deploy gpt/run.toml --work-pool gpus --dry-run"),

@@ -134,7 +134,7 @@ class Board:
         info = msgspec.structs.replace(read_run_info(self.run), steps=self.config.run.steps)  # it may have grown since
         shown = page.render(self.run, info, self._curve, links=self._links(self.id), live=self.live)
         self._tag(client, info.id, shown.launch)
-        key = _slug(info.id)
+        key = slug(info.id)
         self._put(client, "progress", f"progress-{key}", shown.percent, shown.card)
         self._put(client, "markdown", f"report-{key}", shown.report, shown.summary)
         self._put(client, "table", f"checkpoints-{key}", shown.checkpoints, shown.about_checkpoints)
@@ -168,6 +168,6 @@ def _read(client: SyncPrefectClient, artifact_id: str) -> str | None:
     return found[0].data if found and isinstance(found[0].data, str) else None
 
 
-def _slug(run_id: str) -> str:
+def slug(run_id: str) -> str:
     """A key of Prefect's: lowercase letters, digits and dashes."""
     return re.sub("[^a-z0-9]+", "-", run_id.lower()).strip("-")

@@ -184,6 +184,11 @@ def _failed(view: View, data: _Data, at: float) -> Card:
     )
 
 
+def _drilled(view: View, data: _Data, at: float) -> Card:
+    passed = data.get("passed") is True
+    return Card(title=f"Drill {'passed' if passed else 'FAILED'}", facts=(("", str(data.get("text", "?"))),), page=not passed)
+
+
 def _stopped(view: View, data: _Data, at: float) -> Card:
     view.state = "stopped"
     return Card(title=f"Stopped at step {view.step}: {data.get('reason', '?')}", facts=(("Next", "the same command goes on"),))
@@ -213,7 +218,7 @@ def _said(title: str, key: str, *, page: bool = False) -> Any:  # Any: a handler
 _HANDLERS: dict[str, Any] = {  # Any: handlers as above, (view, data, time) -> Card or None
     "run_created": _created, "launch_started": _launched, "recovered": _recovered, "chunk_finished": _chunk,
     "verified": _verified, "pushed": _pushed, "push_failed": _push_failed, "quarantined": _quarantined, "failed": _failed,
-    "repaired": _repaired, "restarted": _restarted,
+    "repaired": _repaired, "restarted": _restarted, "drilled": _drilled,
     "stopped": _stopped, "completed": _completed, "notice": _noticed,
     "reported": _said("Report of the last {days} days", "text", page=True),
     "disk_full": _said("Disk full", "text", page=True),

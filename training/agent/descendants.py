@@ -14,20 +14,22 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Of all its threads; none where there is no such process."""
     found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found += map(int, (task / "children").read_text().split())
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += map(int, (task / "children").read_text().split())
     return found
 
 
 def end_all() -> None:
     """Kill every child, then those that thereby become ours, until none is left."""
-    while children := _children(os.getpid()):
-        for child in children:
+    while left := children(os.getpid()):
+        for child in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        for child in children:
+        for child in left:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, 0)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from perdure.training import files
 from perdure.training.agent.lock import LOCK_FD_VARIABLE, RunLock, end_agent
@@ -40,15 +40,17 @@ class Trainer:
         token: int,
         resume: CheckpointName | None,
         replan: bool,
+        environment: Mapping[str, str] = os.environ,
     ) -> "Trainer":
-        """Launch an agent once every earlier one on this host is gone. It inherits the run's lock."""
+        """Launch an agent once every earlier one on this host is gone. It inherits the run's lock, and `environment` without
+        what a trainer must not see."""
         run = RunDir(config.run_dir)
         end_agent(run, grace=config.launch.stop_grace + END_MARGIN_SECS)
         files.make_dirs(run.logs(token))
         command = [sys.executable, "-m", "perdure.training.agent.main", "--config", str(config.path)]
         command += [part for text in overrides for part in ("--set", text)]
         command += ["--run-id", run_id, "--token", str(token), "--resume", str(resume or "")] + ["--replan"] * replan
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(_SECRET_PREFIXES) and k != LOCK_FD_VARIABLE}
+        inherited = {k: v for k, v in environment.items() if not k.startswith(_SECRET_PREFIXES) and k != LOCK_FD_VARIABLE}
         with files.open_private(run.logs(token) / "agent.log") as log:
             process = subprocess.Popen(
                 command,
@@ -57,7 +59,7 @@ class Trainer:
                 stderr=log,
                 start_new_session=True,
                 pass_fds=(lock.fd,),
-                env=environment,
+                env=inherited,
             )
         return cls(config, token, process)
 
