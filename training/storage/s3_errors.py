@@ -50,7 +50,6 @@ _UNCONFIGURED = (
     boto.NoRegionError,
     boto.InvalidConfigError,
     boto.ParamValidationError,
-    boto.SSLError,
 )
 
 
@@ -128,6 +127,10 @@ def from_client(error: BotoCoreError, where: str, endpoint: str) -> StoreError:
     said = f"{where}: {type(error).__name__} at {endpoint}: {str(error)[:300]}"
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)):
         return StoreError(said, retryable=False, hint=_KEYS)
+    if isinstance(error, boto.SSLError):
+        return StoreError(
+            said, retryable=False, hint="set AWS_CA_BUNDLE to the file of the certificate authority of the endpoint"
+        )
     if isinstance(error, _UNCONFIGURED):
         return StoreError(said, retryable=False, hint="correct the [store] settings or the AWS configuration")
     return StoreError(said, retryable=True, hint=f"check that {endpoint} can be reached from this machine")
