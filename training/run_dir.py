@@ -38,6 +38,10 @@ def rank_pack(rank: int, *, rolled_up: bool = False) -> str:
     return f"rank-{rank:05d}{'.full' if rolled_up else ''}.pack"
 
 
+def rank_log(rank: int) -> str:
+    return f"rank-{rank:05d}.log"
+
+
 def rank_index(rank: int, *, rolled_up: bool = False) -> str:
     return f"rank-{rank:05d}{'.full' if rolled_up else ''}.index"
 
@@ -95,6 +99,24 @@ class RunDir:
     def drills(self) -> Path:
         """A JSON line per drill that was held."""
         return self.root / "drills.jsonl"
+
+    @property
+    def archive_lock(self) -> Path:
+        """flock of whoever fills the tiers."""
+        return self.root / "archive.lock"
+
+    @property
+    def spool(self) -> Path:
+        """A run directory for one checkpoint on its way from one place to another."""
+        return self.root / "spool"
+
+    @property
+    def thaws(self) -> Path:
+        """A small file per copy that was asked to be thawed."""
+        return self.root / "thaws"
+
+    def thaw(self, place: str, name: CheckpointName) -> Path:
+        return self.thaws / f"{place}-{name}.json"
 
     @property
     def watchdog_lock(self) -> Path:

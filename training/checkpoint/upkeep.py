@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from perdure.training import files
 from perdure.training.errors import RunBusy
@@ -17,7 +18,14 @@ _REFUSED = (errno.EWOULDBLOCK, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
 @contextlib.contextmanager
 def try_upkeep(run: RunDir) -> Iterator[bool]:
     """True while the lock is ours; False when somebody else works on this run's checkpoints."""
-    fd = os.open(run.upkeep_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.FILE_MODE)
+    with try_lock(run.upkeep_lock) as ours:
+        yield ours
+
+
+@contextlib.contextmanager
+def try_lock(path: Path) -> Iterator[bool]:
+    """True while the lock at `path` is ours."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.FILE_MODE)
     try:
         ours = _locked(fd)
         if ours:
