@@ -1,0 +1,73 @@
+"""What a place holds, told from its listing and its small objects: the run it belongs to, launches, checkpoints. No pack is read."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from perdure.training.checkpoint.catalog import Listed
+from perdure.training.checkpoint.lineage import LaunchRecord
+from perdure.training.checkpoint.manifest import Manifest
+from perdure.training.checkpoint.run_info import RunInfo
+from perdure.training.errors import CheckpointDamaged, ObjectNotFound
+from perdure.training.run_dir import CheckpointName
+from perdure.training.storage.parallel import in_order
+from perdure.training.storage.store import ObjectStore
+from perdure.training.travel.copies import Stored, read_manifest
+from perdure.training.travel.fence import read_remote_launch, remote_run_info, remote_tokens
+from perdure.training.travel.pull import remote_checkpoints
+
+WIDTH = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    info: RunInfo | None
+    """None: no run was ever pushed there."""
+    launches: dict[int, LaunchRecord]
+    checkpoints: tuple[CheckpointName, ...]
+    """Committed ones, by step and token."""
+    unreadable: tuple[int, ...] = ()
+    """Tokens whose launch records are damaged."""
+
+
+def contents(store: ObjectStore) -> Contents:
+    """Raises StoreError, StoreConflict when its run.json is none of ours."""
+    try:
+        info = remote_run_info(store)
+    except ObjectNotFound:
+        return Contents(info=None, launches={}, checkpoints=())
+    records = {token: read_remote_launch(store, token) for token in remote_tokens(store)}
+    known = {token: record for token, record in records.items() if record is not None and record.run == info.id}
+    return Contents(
+        info=info,
+        launches=known,
+        checkpoints=tuple(remote_checkpoints(store)),
+        unreadable=tuple(token for token in records if token not in known),
+    )
+
+
+def list_remote(
+    store: ObjectStore, place: str, names: Sequence[CheckpointName], history: Collection[CheckpointName], run_id: str
+) -> list[Listed]:
+    """Each of these checkpoints of a place, as if it were listed here. What a place has was read back when it got there."""
+
+    def manifest(name: CheckpointName) -> Manifest | str:
+        try:
+            return read_manifest(Stored(store, place), name, run_id)
+        except CheckpointDamaged as error:
+            return str(error)
+
+    return [
+        _listed(name, place, found, name in history)
+        for name, found in zip(names, in_order(manifest, iter(names), width=WIDTH), strict=True)
+    ]
+
+
+def _listed(name: CheckpointName, place: str, found: Manifest | str, in_lineage: bool) -> Listed:
+    if isinstance(found, str):
+        return Listed(
+            name=name, in_lineage=in_lineage, trust="quarantined", manifest=None, problem=found, bytes_on_disk=0
+        )  # fmt: skip
+    return Listed(
+        name=name, in_lineage=in_lineage, trust="replicated", manifest=found, problem="", bytes_on_disk=found.stored_bytes,
+        base=found.base_name, places=(place,),
+    )  # fmt: skip
