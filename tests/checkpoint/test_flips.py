@@ -203,7 +203,9 @@ def streamed(data: bytes = CONTENT) -> bytes:
 
 
 def decode(stored: bytes, size: int = len(CONTENT)) -> bytes:
-    return bytes(decode_blob(memoryview(stored), (WHOLE, ((ZSTD, len(stored)),)), "uint8", size))
+    out = bytearray(size)
+    decode_blob(memoryview(stored), (WHOLE, ((ZSTD, len(stored)),)), "uint8", memoryview(out))
+    return bytes(out)
 
 
 def test_a_frame_of_known_and_one_of_unknown_size_decode() -> None:
@@ -262,6 +264,6 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
         (2, ((RAW, 500), (RAW, 500))),
     ]:
         with pytest.raises(ValueError):
-            decode_blob(stored, layout, "uint8", 1000)
+            decode_blob(stored, layout, "uint8", memoryview(bytearray(1000)))
     with pytest.raises(ValueError):
-        decode_blob(stored, (2, ((RAW, 1000),)), "float32", 4000)
+        decode_blob(stored, (2, ((RAW, 1000),)), "float32", memoryview(bytearray(4000)))

@@ -97,8 +97,11 @@ def encode_blob(raw: memoryview, dtype: str, encoding: str) -> EncodedBlob:
         return _encode(WHOLE, [split.as_words(raw, 1)], encoding)
     words = split.as_words(raw, width)
     if dtype in _FLOATS:
-        return _encode(EXPONENT, split.split_exponent(words), encoding)
-    return _encode(PLANES, split.split_bytes(words), encoding)
+        encoded = _encode(EXPONENT, split.split_exponent(words), encoding)
+    else:
+        encoded = _encode(PLANES, split.split_bytes(words), encoding)
+    # nothing was gained: as they are, bytes are read straight to where they are wanted
+    return encoded if encoded.stored < len(raw) else EncodedBlob([raw], (WHOLE, ((RAW, len(raw)),)))
 
 
 def encode_delta(raw: memoryview, base: memoryview, dtype: str, encoding: str) -> EncodedBlob:
@@ -175,33 +178,32 @@ def _new_compressor(how: int | str) -> zstandard.ZstdCompressor:
     return zstandard.ZstdCompressor(compression_params=settings)
 
 
-def decode_blob(stored: memoryview, layout: Layout, dtype: str, raw_len: int, base: memoryview | None = None) -> memoryview:
-    """The raw bytes of a blob. `base`: the base's raw blob, for a difference. Raises ValueError for whatever is not exactly
-    `raw_len` bytes encoded by `layout`."""
+def decode_blob(stored: memoryview, layout: Layout, dtype: str, out: memoryview, base: memoryview | None = None) -> None:
+    """The raw bytes of a blob, into `out`, which is as long. `base`: the base's raw blob, for a difference. Raises ValueError
+    for whatever is not exactly that many bytes encoded by `layout`."""
     transform, planes = layout
-    width = 1 if transform == WHOLE or raw_len % _word(dtype) else _word(dtype)
-    if not _is_possible(transform, len(planes), width, dtype, raw_len) or sum(length for _, length in planes) != len(stored):
+    width = 1 if transform == WHOLE or len(out) % _word(dtype) else _word(dtype)
+    if not _is_possible(transform, len(planes), width, dtype, len(out)) or sum(length for _, length in planes) != len(stored):
         raise ValueError("layout does not fit type and size")
     if transform == FILL:
-        return _decode_fill(stored, planes[0], ITEM_SIZES[dtype], raw_len)
-    count = raw_len // width
-    sizes = [count, count, count * (width - 2)] if transform == EXPONENT else [count] * width
+        _decode_fill(stored, planes[0], ITEM_SIZES[dtype], out)
+        return
+    if transform == DELTA and (base is None or len(base) != len(out)):
+        raise ValueError("a difference without the base it differs from")
+    words = split.as_words(out, width)
+    sizes = [len(words), len(words), len(words) * (width - 2)] if transform == EXPONENT else [len(words)] * width
     found, offset = [], 0
     for plane, size in zip(planes, sizes, strict=False):
         found.append(np.frombuffer(_decode_plane(stored[offset : offset + plane[1]], plane, size), np.uint8))
         offset += plane[1]
-    if transform == WHOLE:
-        return found[0].data
     if transform == EXPONENT:
-        return split.join_exponent(found, width).data
-    words = split.join_bytes(found)
+        split.join_exponent(found, words)
+    else:
+        split.join_bytes(found, words)
     if transform == ROTATED:
-        words = split.rotate_right(words)
+        split.rotate_right(words)
     if transform == DELTA:
-        if base is None or len(base) != raw_len:
-            raise ValueError("a difference without the base it differs from")
-        words = split.add(words, split.as_words(base, width))
-    return words.view(np.uint8).data
+        split.add(words, split.as_words(base, width))
 
 
 def _is_possible(transform: int, planes: int, width: int, dtype: str, size: int) -> bool:
@@ -217,10 +219,10 @@ def _is_possible(transform: int, planes: int, width: int, dtype: str, size: int)
     }.get(transform, False)
 
 
-def _decode_fill(stored: memoryview, plane: Plane, item: int, size: int) -> memoryview:
+def _decode_fill(stored: memoryview, plane: Plane, item: int, out: memoryview) -> None:
     if plane != (RAW, item):
         raise ValueError("a repeated element of the wrong size or kind")
-    return np.tile(np.frombuffer(stored, np.uint8), size // item).data
+    np.frombuffer(out, np.uint8).reshape(-1, item)[:] = np.frombuffer(stored, np.uint8)
 
 
 def _decode_plane(stored: memoryview, plane: Plane, size: int) -> Any:  # Any: bytes, memoryview or a uint8 array

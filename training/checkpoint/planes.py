@@ -44,28 +44,26 @@ def split_exponent(words: Words) -> list[Bytes]:
     return [exponent, second, *([low] if width > 2 else [])]
 
 
-def join_exponent(planes: list[Bytes], width: int) -> Bytes:
-    """Inverse of `split_exponent`."""
+def join_exponent(planes: list[Bytes], words: Words) -> None:
+    """Inverse of `split_exponent`, into `words`. Multiplying by a power of two is twice as fast in NumPy as shifting."""
     exponent, second, *low = planes
-    words = np.empty(len(exponent), np.dtype(f"<u{width}"))
+    width = words.itemsize
     for at in _pieces(words):
-        top, work = exponent[at].astype(np.uint16), second[at].astype(np.uint16)
-        np.left_shift(top, 8, out=top)
+        piece, top, work = words[at], exponent[at].astype(np.uint16), second[at].astype(np.uint16)
+        np.multiply(top, 256, out=top)
         np.bitwise_or(top, work, out=top)
-        np.left_shift(top, 15, out=work)
+        np.multiply(top, 32768, out=work)
         np.right_shift(top, 1, out=top)
         if width == 2:
-            np.bitwise_or(top, work, out=words[at])
+            np.bitwise_or(top, work, out=piece)
             continue
         np.bitwise_or(top, work, out=top)
-        piece = words[at]
         np.copyto(piece, top)
         np.left_shift(piece, 8 * width - 16, out=piece)
         if width == 4:
-            np.bitwise_or(piece, low[0].view(np.uint16)[at], out=piece)
+            np.bitwise_or(piece, low[0].view(np.uint16)[at].astype(np.uint32), out=piece)
         else:
             piece.view(np.uint16).reshape(-1, 4)[:, :3] = low[0].view(np.uint16).reshape(-1, 3)[at]
-    return words.view(np.uint8)
 
 
 def split_bytes(words: Words) -> list[Bytes]:
@@ -81,23 +79,20 @@ def split_bytes(words: Words) -> list[Bytes]:
     return planes
 
 
-def join_bytes(planes: list[Bytes]) -> Words:
-    """Inverse of `split_bytes`."""
-    width = len(planes)
-    words = np.empty(len(planes[0]), np.dtype(f"<u{width}"))
+def join_bytes(planes: list[Bytes], words: Words) -> None:
+    """Inverse of `split_bytes`, into `words`."""
     for at in _pieces(words):
         piece = words[at]
         np.copyto(piece, planes[0][at])
         for plane in planes[1:]:
             np.left_shift(piece, 8, out=piece)
             np.bitwise_or(piece, plane[at], out=piece)
-    return words
 
 
-def rotate_right(words: Words) -> Words:
-    """Each word rotated right by one bit: what format 1 undoes after joining."""
+def rotate_right(words: Words) -> None:
+    """Each word rotated right by one bit, in place: what format 1 undoes after joining."""
     one, rest = np.array(1, words.dtype), np.array(8 * words.itemsize - 1, words.dtype)
-    return np.asarray((words >> one) | (words << rest))
+    np.bitwise_or(words >> one, words << rest, out=words)
 
 
 def subtract(new: Words, base: Words) -> Words:
@@ -112,12 +107,11 @@ def subtract(new: Words, base: Words) -> Words:
     return out
 
 
-def add(zigzag: Words, base: Words) -> Words:
-    """Inverse of `subtract`: the new words."""
-    out = np.empty(len(base), base.dtype)
+def add(zigzag: Words, base: Words) -> None:
+    """Inverse of `subtract`: the new words, in the place of the zigzag."""
     for at in _pieces(base):
-        sign = (zigzag[at] & np.array(1, base.dtype)) * np.array(-1).astype(base.dtype)
-        difference = zigzag[at] >> np.array(1, base.dtype)
-        np.bitwise_xor(difference, sign, out=difference)
-        np.add(difference, base[at], out=out[at])
-    return out
+        piece = zigzag[at]
+        sign = (piece & np.array(1, base.dtype)) * np.array(-1).astype(base.dtype)
+        np.right_shift(piece, 1, out=piece)
+        np.bitwise_xor(piece, sign, out=piece)
+        np.add(piece, base[at], out=piece)

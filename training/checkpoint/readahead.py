@@ -5,19 +5,19 @@ from types import TracebackType
 from typing import NamedTuple
 
 from perdure.training.checkpoint.ordered import INLINE
-from perdure.training.checkpoint.pack import BLOB_BYTES, IndexEntry
+from perdure.training.checkpoint.pack import BLOB_BYTES
 from perdure.training.checkpoint.reader import CheckpointReader
+from perdure.training.checkpoint.room import Rooms
 
 _AHEAD = 64 << 20
 """Raw bytes of leaves that are decoded before they are asked for."""
 
 
 class _Coming(NamedTuple):
-    """A leaf that threads work on: its one blob, or blobs on their way into the whole."""
+    """A leaf that threads work on: where it comes to lie, and its blobs on their way there."""
 
-    nbytes: int
+    out: memoryview
     blobs: list["Future[memoryview]"]
-    whole: memoryview | None
 
 
 class ReadAhead:
@@ -30,6 +30,7 @@ class ReadAhead:
         self._places = {entry.path: place for place, (_, entry) in enumerate(self._leaves)}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="perdure-read")
         self._coming: dict[int, _Coming] = {}
+        self._rooms = Rooms()
         self._given: set[int] = set()
         self._ahead = 0
         """Bytes under way."""
@@ -40,14 +41,18 @@ class ReadAhead:
         """All bytes of a leaf. Raises KeyError where there is none, CheckpointDamaged naming it where it is damaged."""
         place = self._places[path]
         if not self._is_worth_it(place):
-            return self._reader.read(path, self._leaves[place][0])
+            owner, entry = self._leaves[place]
+            out = self._reader.room(entry, self._rooms)
+            self._reader.read_into(path, out, owner)
+            return out
         self._start(place)
         coming = self._coming.pop(place)
         self._given.add(place)
-        self._ahead -= coming.nbytes
+        self._ahead -= len(coming.out)
         self._look_ahead(place)
-        parts = [blob.result() for blob in coming.blobs]
-        return coming.whole if coming.whole is not None else parts[0] if parts else memoryview(b"")
+        for blob in coming.blobs:
+            blob.result()
+        return coming.out
 
     def _look_ahead(self, place: int) -> None:
         pack = self._leaves[place][0]
@@ -67,17 +72,11 @@ class ReadAhead:
         if place in self._coming:
             return
         owner, entry = self._leaves[place]
-        whole = self._reader.room(entry) if len(entry.blobs) > 1 else None
-        blobs = [self._pool.submit(self._blob, entry, number, owner, whole) for number in range(len(entry.blobs))]
-        self._coming[place] = _Coming(entry.nbytes, blobs, whole)
+        out = self._reader.room(entry, self._rooms)
+        parts = [out[start : start + BLOB_BYTES] for start in range(0, entry.nbytes, BLOB_BYTES)]
+        blobs = [self._pool.submit(self._reader.blob, entry, number, owner, part) for number, part in enumerate(parts)]
+        self._coming[place] = _Coming(out, blobs)
         self._ahead += entry.nbytes
-
-    def _blob(self, entry: IndexEntry, number: int, owner: int, whole: memoryview | None) -> memoryview:
-        raw = self._reader.blob(entry, number, owner)
-        if whole is None:
-            return raw
-        whole[number * BLOB_BYTES : number * BLOB_BYTES + len(raw)] = raw
-        return whole
 
     def __enter__(self) -> "ReadAhead":
         return self

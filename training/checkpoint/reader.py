@@ -3,6 +3,7 @@
 An open reader holds its checkpoint, and the base of an increment: neither is deleted meanwhile. Threads may share one."""
 
 import contextlib
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +12,7 @@ import blake3
 import numpy as np
 import xxhash
 
-from perdure.training.checkpoint.codec import DELTA, decode_blob
+from perdure.training.checkpoint.codec import DELTA, RAW, WHOLE, decode_blob
 from perdure.training.checkpoint.derive import cast
 from perdure.training.checkpoint.manifest import FileRecord, Manifest
 from perdure.training.checkpoint.pack import (
@@ -26,32 +27,25 @@ from perdure.training.checkpoint.pack import (
     decode_index,
     state_digest,
 )
+from perdure.training.checkpoint.room import Rooms
 from perdure.training.checkpoint.source import ByteSource, open_folder
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 
+_local = threading.local()
 
-def check_blob(entry: IndexEntry, blob: Blob, stored: bytes, where: str) -> None:
+
+def _scratch(size: int) -> memoryview:
+    """Memory of this thread's own, until it asks again: stored bytes need none that is new every time."""
+    known: memoryview = getattr(_local, "scratch", memoryview(b""))
+    if len(known) < size:
+        known = _local.scratch = np.empty(size, np.uint8).data
+    return known[:size]
+
+
+def check_blob(entry: IndexEntry, blob: Blob, stored: bytes | memoryview, where: str) -> None:
     """Stored bytes against their digest. Raises CheckpointDamaged naming the leaf."""
     if len(stored) != blob.stored or xxhash.xxh3_128_digest(stored) != blob.xxh:
         raise CheckpointDamaged(f"{where}: stored bytes of {entry.path} are damaged at offset {blob.offset}", part=entry.path)
-
-
-def decode_checked(entry: IndexEntry, blob: Blob, stored: bytes, where: str, base: memoryview | None = None) -> memoryview:
-    """Raw bytes of a blob, checked before and after decoding; `base` are those that a delta differs from. Raises
-    CheckpointDamaged naming the leaf."""
-    check_blob(entry, blob, stored, where)
-    more = () if base is None else (base,)
-    try:
-        raw = decode_blob(memoryview(stored), blob.layout, entry.dtype, blob.raw, *more)
-    except ValueError as error:
-        raise CheckpointDamaged(f"{where}: {entry.path} cannot be decoded: {error}", part=entry.path) from None
-    return _with_digest(raw, entry, blob, where)
-
-
-def _with_digest(raw: memoryview, entry: IndexEntry, blob: Blob, where: str) -> memoryview:
-    if blake3.blake3(raw).digest() != blob.digest:
-        raise CheckpointDamaged(f"{where}: content of {entry.path} does not match its digest", part=entry.path)
-    return raw
 
 
 def read_index(
@@ -142,17 +136,14 @@ class CheckpointReader:
 
     def read(self, path: str, rank: int = 0) -> memoryview:
         """All bytes of a leaf. Raises KeyError where there is none, CheckpointDamaged naming it where it is damaged."""
-        entry = self.rank_entries(rank)[path]
-        if len(entry.blobs) == 1:
-            return self.blob(entry, 0, rank)
-        out = self.room(entry)
+        out = self.room(self.rank_entries(rank)[path])
         self.read_into(path, out, rank)
         return out
 
-    def room(self, entry: IndexEntry) -> memoryview:
+    def room(self, entry: IndexEntry, rooms: Rooms | None = None) -> memoryview:
         """Memory for a whole leaf. Raises CheckpointDamaged where it claims more than there is."""
         try:
-            return np.empty(entry.nbytes, np.uint8).data
+            return rooms.take(entry.nbytes) if rooms else np.empty(entry.nbytes, np.uint8).data
         except MemoryError:
             text = f"{self.where}: {entry.path} claims {entry.nbytes} bytes, more than there is memory"
             raise CheckpointDamaged(text, part=entry.path) from None
@@ -161,40 +152,59 @@ class CheckpointReader:
         """As `read`, into `out`, which must have the leaf's size."""
         entry, at = self.rank_entries(rank)[path], 0
         for number, blob in enumerate(entry.blobs):
-            out[at : at + blob.raw] = self.blob(entry, number, rank)
+            self.blob(entry, number, rank, out[at : at + blob.raw])
             at += blob.raw
 
-    def blob(self, entry: IndexEntry, number: int, rank: int = 0) -> memoryview:
-        """The bytes of one blob, wherever they come from, checked. Raises CheckpointDamaged naming the leaf."""
+    def blob(self, entry: IndexEntry, number: int, rank: int = 0, out: memoryview | None = None) -> memoryview:
+        """The bytes of one blob, wherever they come from, checked; in `out`, which has as many, or in memory of their own.
+        Raises CheckpointDamaged naming the leaf."""
         blob = entry.blobs[number]
-        if blob.layout[0] == REFERENCE:
-            return self._of_base(entry, number, rank)
-        if entry.derived is not None:
-            return _with_digest(self._derived(entry, entry.derived, number, rank), entry, blob, self.where)
-        stored = self.stored(blob, rank)
-        base = self._of_base(entry, number, rank) if blob.layout[0] == DELTA else None
-        return decode_checked(entry, blob, stored, self.where, base)
+        raw = self._raw(entry, number, rank, np.empty(blob.raw, np.uint8).data if out is None else out)
+        if blake3.blake3(raw).digest() != blob.digest:
+            raise CheckpointDamaged(f"{self.where}: content of {entry.path} does not match its digest", part=entry.path)
+        return raw
 
     def stored(self, blob: Blob, rank: int = 0) -> bytes:
         """The bytes of a blob as they lie in the pack, unchecked."""
         return self.source.read(self.manifest.files[2 * rank].name, blob.offset, blob.stored)
 
-    def _of_base(self, entry: IndexEntry, number: int, rank: int) -> memoryview:
+    def _raw(self, entry: IndexEntry, number: int, rank: int, out: memoryview) -> memoryview:
+        """The bytes of one blob in `out`, which the caller compares with its digest: that proves those of the base as well."""
+        blob = entry.blobs[number]
+        if blob.layout[0] == REFERENCE:
+            return self._of_base(entry, number, rank, out)
+        if entry.derived is not None:
+            return self._derived(entry, entry.derived, number, rank, out)
+        base = self._of_base(entry, number, rank, np.empty(len(out), np.uint8).data) if blob.layout[0] == DELTA else None
+        is_plain = blob.layout == (WHOLE, ((RAW, len(out)),))
+        stored = out if is_plain else _scratch(blob.stored)
+        count = self.source.read_into(self.manifest.files[2 * rank].name, blob.offset, stored)
+        check_blob(entry, blob, stored[:count], self.where)
+        try:
+            if not is_plain:
+                decode_blob(stored, blob.layout, entry.dtype, out, base)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{self.where}: {entry.path} cannot be decoded: {error}", part=entry.path) from None
+        return out
+
+    def _of_base(self, entry: IndexEntry, number: int, rank: int, out: memoryview) -> memoryview:
         found = base_blob(entry, number, self.base_entries(rank))
         assert found is not None  # check_base
         assert self.base is not None
-        return self.base.blob(found[0], number, rank)
+        return self.base._raw(found[0], number, rank, out)
 
-    def _derived(self, entry: IndexEntry, derived: Derived, number: int, rank: int) -> memoryview:
-        source = self.rank_entries(rank)[derived.source]
+    def _derived(self, entry: IndexEntry, derived: Derived, number: int, rank: int, out: memoryview) -> memoryview:
+        source, at = self.rank_entries(rank)[derived.source], 0
         try:
             if derived.how == "same":
-                return self.blob(source, number, rank)
-            numbers = range(2 * number, min(2 * number + 2, len(source.blobs)))
-            raw = [cast(self.blob(source, one, rank), entry.dtype) for one in numbers]
+                return self._raw(source, number, rank, out)
+            for one in range(2 * number, min(2 * number + 2, len(source.blobs))):
+                wide = self._raw(source, one, rank, np.empty(source.blobs[one].raw, np.uint8).data)
+                out[at : at + len(wide) // 2] = cast(wide, entry.dtype)
+                at += len(wide) // 2
         except CheckpointDamaged as error:
             raise CheckpointDamaged(f"{entry.path} is made from a damaged leaf: {error}", part=entry.path) from None
-        return raw[0] if len(raw) == 1 else memoryview(b"".join(raw))
+        return out
 
     def close(self) -> None:
         self.source.close()

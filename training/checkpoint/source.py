@@ -21,6 +21,7 @@ class ByteSource(Protocol):
 
     def size(self, file: str) -> int | None: ...
     def read(self, file: str, offset: int, length: int) -> bytes: ...
+    def read_into(self, file: str, offset: int, out: memoryview) -> int: ...
     def close(self) -> None: ...
 
 
@@ -60,13 +61,18 @@ class FolderSource:
             raise  # no right to read, say: says nothing about the copy
 
     def read(self, file: str, offset: int, length: int) -> bytes:
+        out = bytearray(length)
+        return bytes(memoryview(out)[: self.read_into(file, offset, memoryview(out))])
+
+    def read_into(self, file: str, offset: int, out: memoryview) -> int:
+        """How many bytes there were, at most as many as `out` has."""
         with self._lock:
             fd = os.dup(self._fd(file))  # of our own: another thread may close the oldest meanwhile
         try:
-            return os.pread(fd, length, offset)
+            return os.preadv(fd, [out], offset)
         except OSError as error:
             if error.errno == errno.EIO:
-                return b""  # a bad sector is damage of what lies there; the digests say of what
+                return 0  # a bad sector is damage of what lies there; the digests say of what
             raise
         finally:
             os.close(fd)

@@ -2,6 +2,7 @@
 
 Containers and scalars stay in the plain value; a tensor or array is replaced by a reference to a leaf of its own."""
 
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from perdure.training.checkpoint.plain import pack_plain
+from perdure.training.checkpoint.room import ALIGNMENT
 from perdure.training.errors import CheckpointDamaged, PerdureError
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes, complex})
@@ -53,18 +55,22 @@ class LoadedLeaf:
     data: memoryview | bytes
 
     def tensor(self, path: str) -> torch.Tensor:
-        """A new CPU tensor of these bytes."""
-        dtype = _DTYPES.get(self.dtype)
+        """A CPU tensor of these bytes, in their memory where that can be written to and is aligned as torch's own."""
+        dtype, count = _DTYPES.get(self.dtype), math.prod(self.shape)
         if self.kind != "tensor" or dtype is None:
             raise CheckpointDamaged(f"{path} is a {self.kind} leaf of type {self.dtype!r}, not a tensor", part=path)
+        data = memoryview(self.data)
+        if data.nbytes != count * dtype.itemsize:
+            text = f"{path} holds {data.nbytes} bytes, its shape {self.shape} needs {count * dtype.itemsize}"
+            raise CheckpointDamaged(text, part=path)
+        if not count:
+            return torch.empty(self.shape, dtype=dtype)
+        if not data.readonly:
+            mine = torch.frombuffer(data, dtype=dtype)
+            if mine.data_ptr() % ALIGNMENT == 0:
+                return mine.view(self.shape)
         result = torch.empty(self.shape, dtype=dtype)
-        if result.nbytes != memoryview(self.data).nbytes:
-            raise CheckpointDamaged(
-                f"{path} holds {memoryview(self.data).nbytes} bytes, its shape {self.shape} needs {result.nbytes}", part=path
-            )
-        if result.nbytes:
-            flat = result.reshape(-1).view(torch.uint8).numpy()
-            flat[:] = np.frombuffer(self.data, dtype=np.uint8)
+        result.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, dtype=np.uint8)
         return result
 
 
