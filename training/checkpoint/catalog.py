@@ -31,6 +31,9 @@ class Listed:
     places: tuple[str, ...] = ()
     """Where a good copy of it is: local, store, and the names of tiers."""
 
+    is_here: bool = True
+    """In the run directory; else only at `places`."""
+
     @property
     def in_store(self) -> bool:
         return self.trust == "replicated" or (self.trust == "archived" and facts.STORE in self.places)

@@ -1,19 +1,23 @@
-"""What a place holds, told from its listing and its small objects: the run it belongs to, launches, checkpoints. No pack is read."""
+"""What a place holds, from its listing and its small objects: the run it belongs to, launches, checkpoints. No pack is read."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from perdure.training.checkpoint.catalog import Listed
+from perdure.training.checkpoint.facts import MAX_FACT, Fact
 from perdure.training.checkpoint.lineage import LaunchRecord
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.run_info import RunInfo
 from perdure.training.errors import CheckpointDamaged, ObjectNotFound
-from perdure.training.run_dir import CheckpointName
+from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.parallel import in_order
 from perdure.training.storage.store import ObjectStore
 from perdure.training.travel.copies import Stored, read_manifest
 from perdure.training.travel.fence import read_remote_launch, remote_run_info, remote_tokens
 from perdure.training.travel.pull import remote_checkpoints
+from perdure.training.travel.push import CHECK_KEY
 
 WIDTH = 4
 
@@ -45,6 +49,14 @@ def contents(store: ObjectStore) -> Contents:
     )
 
 
+def read_remote_fact(store: ObjectStore, name: CheckpointName) -> Fact | None:
+    """What the checker found of this copy; None where nobody looked, or nobody can tell."""
+    try:
+        return msgspec.json.decode(store.get(RunDir.checkpoint_key(name, CHECK_KEY), limit=MAX_FACT), type=Fact)
+    except (ObjectNotFound, ValueError, RecursionError):
+        return None
+
+
 def list_remote(
     store: ObjectStore, place: str, names: Sequence[CheckpointName], history: Collection[CheckpointName], run_id: str
 ) -> list[Listed]:
@@ -65,9 +77,9 @@ def list_remote(
 def _listed(name: CheckpointName, place: str, found: Manifest | str, in_lineage: bool) -> Listed:
     if isinstance(found, str):
         return Listed(
-            name=name, in_lineage=in_lineage, trust="quarantined", manifest=None, problem=found, bytes_on_disk=0
-        )  # fmt: skip
+            name=name, in_lineage=in_lineage, trust="quarantined", manifest=None, problem=found, bytes_on_disk=0, is_here=False
+        )
     return Listed(
         name=name, in_lineage=in_lineage, trust="replicated", manifest=found, problem="", bytes_on_disk=found.stored_bytes,
-        base=found.base_name, places=(place,),
+        base=found.base_name, places=(place,), is_here=False,
     )  # fmt: skip

@@ -7,21 +7,19 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-import msgspec
-
 from perdure.training import events
 from perdure.training.checkpoint import catalog, facts, verify
-from perdure.training.checkpoint.facts import MAX_FACT, Fact
+from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.hold import hold
 from perdure.training.checkpoint.run_info import read_run_info
-from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, ObjectNotFound, StoreError
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
 from perdure.training.travel import heal
+from perdure.training.travel.contents import read_remote_fact
 from perdure.training.travel.copies import Local, Place, State, Stored, check, read_manifest
 from perdure.training.travel.fence import check_same_run, remote_run_info
 from perdure.training.travel.pull import remote_checkpoints
-from perdure.training.travel.push import CHECK_KEY
 
 DEFAULT_BUDGET = "15%"
 """Once a day, everything is read within a week."""
@@ -96,20 +94,13 @@ def survey(run: RunDir, store: ObjectStore | None) -> list[Copy]:
         listed = here.get(name)
         known = facts.read_fact(run, name, STORE) if listed else None
         base = listed.base if listed and listed.manifest else _stored_base(store, name, run_id)
-        copies.append(_copy(name, STORE, sizes[str(name)], known or _stored_fact(store, name), base))
+        copies.append(_copy(name, STORE, sizes[str(name)], known or read_remote_fact(store, name), base))
     return copies
 
 
 def _copy(name: CheckpointName, place: str, size: int, fact: Fact | None, base: CheckpointName | None) -> Copy:
     checked, result = (fact.checked_at, fact.result) if fact else (0.0, "")
     return Copy(name=name, place=place, bytes=size, checked_at=checked, result=result, base=base)
-
-
-def _stored_fact(store: ObjectStore, name: CheckpointName) -> Fact | None:
-    try:
-        return msgspec.json.decode(store.get(RunDir.checkpoint_key(name, CHECK_KEY), limit=MAX_FACT), type=Fact)
-    except (ObjectNotFound, ValueError, RecursionError):
-        return None
 
 
 def _stored_base(store: ObjectStore, name: CheckpointName, run_id: str) -> CheckpointName | None:
