@@ -6,11 +6,13 @@ stands a fail point, so tests can kill the process or make the call fail at ever
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 FILE_MODE = 0o600
 DIR_MODE = 0o700
@@ -26,16 +28,16 @@ class _FailPlan:
         role, action, number, *rest = (text + ":::").split(":")
         self.role, self.action, self.number = role, action, int(number or 0)
         self.repeat = "repeat" in rest
-        self.calls = 0
+        self._calls = itertools.count(1)  # next() of it is one step, whatever other threads do
         self.armed = False
 
     def step(self, call: str, target: str) -> None:
-        self.calls += 1
-        if self.calls == self.number or (self.repeat and self.calls > self.number):
+        now = next(self._calls)
+        if now == self.number or (self.repeat and now > self.number):
             if self.action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             code: int = getattr(errno, self.action)
-            raise OSError(code, f"{os.strerror(code)} (fail point {self.calls}: {call})", target)
+            raise OSError(code, f"{os.strerror(code)} (fail point {now}: {call})", target)
 
 
 _plan = _FailPlan(os.environ.get("PERDURE_FAIL", ""))
@@ -96,10 +98,13 @@ class NewFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = temporary_name(path)
-        fail_point("open", path)
-        self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
         self.size = 0
+        fail_point("open", path)
+        self._fd, self._temporary = self._open()
+
+    def _open(self) -> tuple[int, Path]:
+        temporary = temporary_name(self.path)
+        return os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE), temporary
 
     def write(self, data: Buffer) -> None:
         fail_point("write", self.path)
@@ -134,12 +139,13 @@ class NewFile:
         os.close(self._fd)
         self._fd = -1
 
-    def commit(self) -> None:
-        """fsync, rename onto the final name, fsync the folder."""
+    def commit(self, *, sync_folder: bool = True) -> None:
+        """fsync, rename onto the final name, fsync the folder (or leave that to a later call on it)."""
         self._make_durable()
         fail_point("rename", self.path)
         os.replace(self._temporary, self.path)
-        fsync_dir(self.path.parent)
+        if sync_folder:
+            fsync_dir(self.path.parent)
 
     def commit_if_absent(self) -> bool:
         """As `commit`, but never over an existing file: exactly one of several writers gets True."""
@@ -154,7 +160,7 @@ class NewFile:
         fsync_dir(self.path.parent)
         return True
 
-    def __enter__(self) -> "NewFile":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -163,6 +169,55 @@ class NewFile:
             self._fd = -1
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._temporary)
+
+
+class PartFile(NewFile):
+    """A file of `size` bytes that is put together in any order, by any threads. What a killed process wrote is `found` by the
+    next one, for its temporary name is always the same, and one process at a time holds it."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.found = self.kept = self._stays = False
+        """`kept`: leaving without commit keeps what is there."""
+        super().__init__(path)
+        os.ftruncate(self._fd, size)
+        self.size = size
+
+    def _open(self) -> tuple[int, Path]:
+        """Where another process is at work on it, or nothing can be locked, this one starts anew."""
+        stable = self.path.with_name(f".{self.path.name}.partial.tmp")
+        fd = os.open(stable, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            current = os.path.samestat(os.stat(stable), os.fstat(fd))  # else it was committed meanwhile
+        except OSError:
+            current = False
+        if not current:
+            os.close(fd)
+            return super()._open()
+        self.found, self._stays = os.fstat(fd).st_size > 0, True
+        return fd, stable
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        return os.pread(self._fd, length, offset)
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        fail_point("write", self.path)
+        view = memoryview(data).cast("B")
+        while len(view):
+            written = os.pwrite(self._fd, view, offset)
+            offset, view = offset + written, view[written:]
+
+    def _make_durable(self) -> None:
+        """Closed after the rename: nobody takes it over before."""
+        fail_point("fsync", self.path)
+        os.fsync(self._fd)
+        self.kept = True
+
+    def __exit__(self, *problem: object) -> None:
+        if self.kept and self._stays:
+            os.close(self._fd)
+        else:
+            super().__exit__(*problem)
 
 
 def write_atomically(path: Path, data: Buffer | Iterable[Buffer]) -> None:

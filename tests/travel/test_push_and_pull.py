@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from botocore.exceptions import ConnectionClosedError
+from storage.proxy import Reply, proxy_to
 
 from perdure.training import events
 from perdure.training.checkpoint import facts, lineage, manifest
@@ -316,14 +316,10 @@ def test_a_store_that_fails_is_not_taken_for_damage(
     store = open_s3()
     for step in (100, 200):
         push(made.dir, store, made.commit(step, 1))
-    down = open_s3(prefix=store.url.removeprefix("s3://ckpt/"))
-
-    def refuse() -> None:
-        raise ConnectionClosedError(endpoint_url="x")
-
-    key = f"checkpoints/{CheckpointName(200, 1)}/rank-00000.pack"
-    down.client.meta.events.register("before-send.s3.GetObject", lambda request, **_: refuse() if key in request.url else None)
-    with pytest.raises(StoreError) as caught:
-        pull(down, elsewhere)
+    pack = f"checkpoints/{CheckpointName(200, 1)}/rank-00000.pack"
+    with proxy_to(s3_keys.endpoint, lambda seen: Reply(503, "SlowDown") if pack in seen.path else None) as proxy:
+        down = open_s3(prefix=store.url.removeprefix("s3://ckpt/"), endpoint=proxy.endpoint)
+        with pytest.raises(StoreError) as caught:
+            pull(down, elsewhere)
     assert caught.value.retryable
     assert not elsewhere.run_json.exists()

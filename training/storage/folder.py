@@ -17,6 +17,7 @@ from perdure.training.storage.store import (
     ShouldStop,
     TransferStopped,
     UploadInfo,
+    Watch,
     check_file_size,
     check_key,
     is_plain_key,
@@ -66,7 +67,13 @@ class FolderStore:
             return True
 
     def put_file(
-        self, key: str, path: Path, *, progress: Progress | None = None, should_stop: ShouldStop | None = None
+        self,
+        key: str,
+        path: Path,
+        *,
+        watch: Watch | None = None,
+        progress: Progress | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> None:
         target = self._path(key)
         with _explained("write", target), open(path, "rb") as source:
@@ -76,7 +83,10 @@ class FolderStore:
                 for offset, length in ranges(size, COPY_BYTES):
                     if should_stop and should_stop():
                         raise TransferStopped(f"copy to {target} stopped on request; the next push starts it again")
-                    new.write(os.pread(source.fileno(), length, offset))
+                    data = os.pread(source.fileno(), length, offset)
+                    if watch:
+                        watch(data)
+                    new.write(data)
                     if progress:
                         progress(length)
                 check_file_size(path, size, new.size)
@@ -97,19 +107,6 @@ class FolderStore:
         if len(data) != length:
             raise StoreError(f"{path} ends before byte {offset + length}", retryable=False)
         return data
-
-    def get_file(self, key: str, path: Path, *, size: int, progress: Progress | None = None) -> None:
-        found = self.size(key)
-        if found is None:
-            raise ObjectNotFound(f"{self._path(key)} does not exist in the store folder")
-        if found != size:
-            raise StoreError(f"{self._path(key)} has {found} bytes, not {size}", retryable=False)
-        with files.NewFile(path) as new:
-            for offset, length in ranges(size, COPY_BYTES):
-                new.write(self.get_range(key, offset, length))
-                if progress:
-                    progress(length)
-            new.commit()
 
     def size(self, key: str) -> int | None:
         path = self._path(key)

@@ -7,22 +7,20 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError
 
-from perdure.training.errors import StoreError
+from perdure.training.errors import CheckpointDamaged, StoreError
 from perdure.training.storage import s3_errors
-from perdure.training.storage.parallel import in_order, ranges
-from perdure.training.storage.store import Progress, ShouldStop, TransferStopped, check_file_size
+from perdure.training.storage.parallel import PARTS, in_order, ranges
+from perdure.training.storage.store import Progress, ShouldStop, TransferStopped, Watch, check_file_size
 
 if TYPE_CHECKING:
     from perdure.training.storage.s3 import S3Store
 
 MAX_PARTS = 10_000
-WIDTH = 4
 _START_AGAIN = {"InvalidPart", "InvalidPartOrder", "NoSuchUpload"}
-Item = TypeVar("Item")
 Stored = dict[int, tuple[int, str]]
 """Part number -> size and ETag, as the server lists them."""
 
@@ -35,14 +33,23 @@ class Upload:
     """`run` returns when the object is there with the right size."""
 
     def __init__(
-        self, store: "S3Store", key: str, path: Path, *, progress: Progress | None, should_stop: ShouldStop | None
+        self,
+        store: "S3Store",
+        key: str,
+        path: Path,
+        *,
+        watch: Watch | None,
+        progress: Progress | None,
+        should_stop: ShouldStop | None,
     ) -> None:
         self._store, self._key, self._path = store, key, path
-        self._progress, self._should_stop = progress, should_stop
+        self._watch, self._progress, self._should_stop = watch, progress, should_stop
         self._size = path.stat().st_size
         self._part = max(store.part_bytes, -(-self._size // MAX_PARTS))
         self._id = ""
         self._fd = -1
+        self._seen = 0
+        """Bytes that were watched: a second attempt shows none twice."""
 
     def run(self) -> None:
         self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -56,6 +63,9 @@ class Upload:
             self._abort()
             raise self._explained(error) from error.__cause__
         except TransferStopped:
+            raise
+        except CheckpointDamaged:  # whoever watches found it
+            self._abort()
             raise
         except (StoreError, OSError) as error:
             if not getattr(error, "retryable", False):  # else the parts wait for the next try
@@ -72,19 +82,24 @@ class Upload:
     def _attempt(self, upload_id: str, stored: Stored) -> None:
         self._id = upload_id or self._create()
         parts: list[dict[str, Any]] = []  # Any: boto3's shape of a part
-        numbered = enumerate(ranges(self._size, self._part), start=1)
-        for part in in_order(lambda item: self._send(item[0], item[1], stored), self._until_stopped(numbered), width=WIDTH):
+        for part in in_order(lambda item: self._send(*item, stored), self._read(), width=PARTS):
             parts.append({"PartNumber": part[0], "ETag": part[1]})
             if self._progress:
                 self._progress(part[2])
         check_file_size(self._path, self._size, os.fstat(self._fd).st_size)
         self._complete(parts)
 
-    def _until_stopped(self, items: Iterator[Item]) -> Iterator[Item]:
-        for item in items:
+    def _read(self) -> Iterator[tuple[int, bytes]]:
+        """Each part by number, in order and once: whoever watches sees the bytes that are sent."""
+        for number, (offset, length) in enumerate(ranges(self._size, self._part), start=1):
             if self._should_stop and self._should_stop():
                 raise TransferStopped(f"upload of {self._key} to {self._store.url} stopped on request; the next push goes on")
-            yield item
+            data = os.pread(self._fd, length, offset)
+            check_file_size(self._path, length, len(data))
+            if self._watch and offset >= self._seen:
+                self._watch(data)
+                self._seen = offset + length
+            yield number, data
 
     def _earlier(self) -> tuple[str, Stored]:
         """Our own upload of this key that was cut off, newest first, with the parts it has."""
@@ -122,16 +137,16 @@ class Upload:
         except ClientError as error:
             raise self._store.explain(error, self._key) from error
 
-    def _send(self, number: int, span: tuple[int, int], stored: Stored) -> tuple[int, str, int]:
-        offset, length = span
-        data = os.pread(self._fd, length, offset)
-        check_file_size(self._path, length, len(data))
+    def _send(self, number: int, data: bytes, stored: Stored) -> tuple[int, str, int]:
         size, etag = stored.get(number, (0, ""))
-        if size == length and etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest():
-            return number, etag, length
+        if size == len(data) and etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest():
+            return number, etag, size
+        quick = self._store.send(self._key, data, uploadId=self._id, partNumber=number)
+        if quick is not None:
+            return number, quick, len(data)
         checksum = {"ChecksumAlgorithm": "CRC32"} if self._store.checksums else {}
         answer = self._raw("upload_part", UploadId=self._id, PartNumber=number, Body=data, **checksum)
-        return number, str(answer["ETag"]), length
+        return number, str(answer["ETag"]), len(data)
 
     def _raw(self, operation: str, **arguments: Any) -> Any:  # Any: boto3's own arguments and answers
         try:

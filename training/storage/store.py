@@ -18,6 +18,8 @@ MAX_LISTED = 1_000_000
 Progress = Callable[[int], None]
 """Called with the number of bytes that were just moved."""
 ShouldStop = Callable[[], bool]
+Watch = Callable[[bytes], None]
+"""Called with the bytes of a file, in order, before they are sent. What it raises ends the transfer, and no object appears."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,15 @@ class ObjectStore(Protocol):
         ...
 
     def put_file(
-        self, key: str, path: Path, *, progress: Progress | None = None, should_stop: ShouldStop | None = None
+        self,
+        key: str,
+        path: Path,
+        *,
+        watch: Watch | None = None,
+        progress: Progress | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> None:
-        """Store a file of any size. Killed or stopped on the way, no object appears and the next call goes on."""
+        """Store a file of any size, read once. Killed or stopped on the way, no object appears and the next call goes on."""
         ...
 
     def get(self, key: str, *, limit: int) -> bytes:
@@ -62,10 +70,6 @@ class ObjectStore(Protocol):
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """Exactly these bytes, or StoreError. No store checks a part of an object: compare your own digest."""
-        ...
-
-    def get_file(self, key: str, path: Path, *, size: int, progress: Progress | None = None) -> None:
-        """Download an object of exactly `size` bytes; `path` appears whole or not at all. Compare your own digest."""
         ...
 
     def size(self, key: str) -> int | None:

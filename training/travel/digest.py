@@ -1,30 +1,39 @@
-"""Digests of stored bytes, of a local file or of an object read in ranges: the only proof of a copy.
+"""Digests of stored bytes, of a local file or of an object: the only proof of a copy.
 
 A pack is proven blob by blob, as its index says; an index, and a pack of format 1, by a digest of the whole file."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import blake3
 import xxhash
 
 from perdure.training.checkpoint.manifest import FileRecord
-from perdure.training.checkpoint.pack import Blob, IndexEntry
-from perdure.training.errors import CheckpointDamaged
-from perdure.training.storage.parallel import in_order, ranges
+from perdure.training.checkpoint.pack import IndexEntry
+from perdure.training.errors import CheckpointDamaged, ObjectNotFound, StoreError
+from perdure.training.files import Buffer
+from perdure.training.storage.parallel import PARTS, SMALL, in_order, ranges
 from perdure.training.storage.store import ObjectStore
 
 READ_BYTES = 8 << 20
-WIDTH = 4
 
 
 class _Hasher(Protocol):
-    def update(self, data: bytes, /) -> object: ...
+    def update(self, data: Buffer, /) -> object: ...
     def hexdigest(self) -> str: ...
 
 
 _KINDS: dict[str, Callable[[], _Hasher]] = {"xxh3-128": xxhash.xxh3_128, "blake3": blake3.blake3}
+
+
+class Piece(NamedTuple):
+    """Bytes of a file that have a digest of their own."""
+
+    offset: int
+    length: int
+    digest: str
 
 
 class Proof:
@@ -32,63 +41,78 @@ class Proof:
 
     def __init__(self, record: FileRecord, entries: Mapping[str, IndexEntry] | None = None) -> None:
         self.record = record
-        self._blobs = [blob for entry in (entries or {}).values() for blob in entry.blobs if blob.stored]
-        self._kind = record.digest.partition(":")[0]
-        if self._kind not in _KINDS and (self._kind != "blobs" or entries is None):
+        kind, _, digest = record.digest.partition(":")
+        if kind in _KINDS:
+            self.hasher, self.pieces = _KINDS[kind], [Piece(0, record.bytes, digest)]
+        elif kind == "blobs" and entries is not None:
+            blobs = [blob for entry in entries.values() for blob in entry.blobs if blob.stored]
+            self.hasher, self.pieces = _KINDS["xxh3-128"], [Piece(one.offset, one.stored, one.xxh.hex()) for one in blobs]
+        else:
             raise CheckpointDamaged(f"{record.name}: digest {record.digest[:80]!r} is of no known kind", part="manifest")
 
-    def local(self, path: Path, poll: Callable[[], None] = lambda: None) -> bool:
+    def local(self, path: Path) -> bool:
         """The file holds it; False also where it is missing."""
-
-        def parts() -> Iterable[bytes]:
-            with open(path, "rb") as file:
-                while data := file.read(READ_BYTES):
-                    poll()
-                    yield data
-
         try:
-            return path.stat().st_size == self.record.bytes and self._holds(parts())
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                return size == self.record.bytes and self._holds(iter(lambda: file.read(READ_BYTES), b""))
         except FileNotFoundError:
             return False
 
     def stored(self, store: ObjectStore, key: str, progress: Callable[[int], None] = lambda _: None) -> bool:
-        """The object holds it; False also where it is missing. Read back whole, in ranges."""
-        if store.size(key) != self.record.bytes:
+        """The object holds it; False also where it is missing. Read back whole: small ones at once, others in ranges."""
+        if self.record.bytes > SMALL:
+            return store.size(key) == self.record.bytes and self._holds(self._ranges(store, key, progress))
+        try:
+            data = store.get(key, limit=self.record.bytes)
+        except ObjectNotFound:
             return False
+        except StoreError:
+            if store.size(key) != self.record.bytes:
+                return False
+            raise
+        progress(len(data))
+        return self._holds([data])
 
-        def parts() -> Iterable[bytes]:
-            spans = ranges(self.record.bytes, READ_BYTES)
-            for data in in_order(lambda span: store.get_range(key, *span), spans, width=WIDTH):
-                progress(len(data))
-                yield data
-
-        return self._holds(parts())
+    def _ranges(self, store: ObjectStore, key: str, progress: Callable[[int], None]) -> Iterable[bytes]:
+        spans = ranges(self.record.bytes, READ_BYTES)
+        for data in in_order(lambda span: store.get_range(key, *span), spans, width=PARTS):
+            progress(len(data))
+            yield data
 
     def _holds(self, parts: Iterable[bytes]) -> bool:
-        if self._kind == "blobs":
-            return all(good for good in _compare(self._blobs, parts))
-        hasher = _KINDS[self._kind]()
-        for part in parts:
-            hasher.update(part)
-        return f"{self._kind}:{hasher.hexdigest()}" == self.record.digest
+        check = Check(self.hasher, self.pieces)
+        return all(check.update(part) for part in parts) and check.complete
 
 
-def _compare(blobs: Sequence[Blob], parts: Iterable[bytes]) -> Iterator[bool]:
-    """Whether each blob is what it should be, and nothing comes after the last. All parts are read, for their progress."""
-    waiting = iter(blobs)
-    blob, left, hasher = next(waiting, None), 0, xxhash.xxh3_128()
-    left = blob.stored if blob else 0
-    for part in parts:
-        rest = memoryview(part)
-        while len(rest):
-            if blob is None:
-                yield False
-                return
-            hasher.update(rest[:left])
-            taken = min(left, len(rest))
-            rest, left = rest[taken:], left - taken
-            if left == 0:
-                yield hasher.digest() == blob.xxh
-                blob, hasher = next(waiting, None), xxhash.xxh3_128()
-                left = blob.stored if blob else 0
-    yield blob is None
+class Check:
+    """Bytes that arrive in order, against pieces that follow one another."""
+
+    def __init__(self, hasher: Callable[[], _Hasher], pieces: Sequence[Piece]) -> None:
+        self._new, self._pieces = hasher, iter(pieces)
+        self._piece = next(self._pieces, None)
+        self._left, self._hasher = self._piece.length if self._piece else 0, hasher()
+        self._good = True
+        self._settle()
+
+    @property
+    def complete(self) -> bool:
+        """All bytes have come, and they are the right ones."""
+        return self._good and self._piece is None
+
+    def update(self, data: Buffer) -> bool:
+        """False as soon as these bytes, or any before them, are not what they should be."""
+        rest = memoryview(data)
+        while self._good and len(rest):
+            self._good = self._piece is not None
+            self._hasher.update(rest[: self._left])
+            rest, self._left = rest[self._left :], self._left - min(self._left, len(rest))
+            self._settle()
+        return self._good
+
+    def _settle(self) -> None:
+        """The present piece, if all of it has come; then the next one's turn."""
+        while self._good and self._piece is not None and self._left == 0:
+            self._good = self._hasher.hexdigest() == self._piece.digest
+            self._piece = next(self._pieces, None)
+            self._left, self._hasher = self._piece.length if self._piece else 0, self._new()

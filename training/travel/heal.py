@@ -20,6 +20,7 @@ from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
 from perdure.training.travel.copies import Local, State, entries_of
 from perdure.training.travel.digest import Proof
+from perdure.training.travel.fetch import fetch
 from perdure.training.travel.pull import pull
 from perdure.training.travel.push import CHECK_KEY, push
 
@@ -63,17 +64,9 @@ def _fetch(run: RunDir, store: ObjectStore, found: Manifest, local: State) -> No
                 continue
             path = run.checkpoint(found.name) / record.name
             proof = Proof(record, None if part else entries_of(Local(run), found, rank))
-            if not part and proof.local(path):
-                continue  # it could only not be judged
-            arrived = files.temporary_name(path)
-            try:
-                with hold(path.parent):
-                    store.get_file(RunDir.checkpoint_key(found.name, record.name), arrived, size=record.bytes)
-                    if not proof.local(arrived):
-                        raise CheckpointDamaged(f"{store.url}: {record.name} of {found.name} is damaged too", part="pack")
-                    files.replace(arrived, path)
-            finally:
-                arrived.unlink(missing_ok=True)
+            with hold(path.parent):
+                fetch(store, RunDir.checkpoint_key(found.name, record.name), path, proof)
+                files.fsync_dir(path.parent)
 
 
 def mend_stored(run: RunDir, store: ObjectStore, name: CheckpointName, local: State, stored: State) -> str:

@@ -6,6 +6,7 @@ run.json is written last, so a pull that dies leaves no run that looks as if it 
 import logging
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -15,16 +16,18 @@ from perdure.training import events, files
 from perdure.training.checkpoint import facts, manifest
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.lineage import LaunchRecord, create_launch, follow, read_launches
-from perdure.training.checkpoint.manifest import MAX_MANIFEST, FileRecord, Manifest
+from perdure.training.checkpoint.manifest import MAX_MANIFEST, Manifest
 from perdure.training.checkpoint.pack import MAX_STORED_INDEX, IndexEntry
 from perdure.training.checkpoint.reader import check_is_base, read_index
 from perdure.training.checkpoint.run_info import RunInfo, read_run_info
 from perdure.training.checkpoint.verify import verify_folder
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, DiskFull, ObjectNotFound, StoreConflict, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
+from perdure.training.storage.parallel import by_size
 from perdure.training.storage.store import ObjectStore
 from perdure.training.travel.digest import Proof
 from perdure.training.travel.fence import check_same_run, read_remote_launch, remote_run_info, remote_tokens
+from perdure.training.travel.fetch import fetch
 
 logger = logging.getLogger(__name__)
 SPARE_BYTES = 64 << 20
@@ -65,6 +68,7 @@ class _Pull:
         self._unreadable: list[int] = []
         self._damaged: set[CheckpointName] = set()
         self._done = 0
+        self._counting = threading.Lock()
 
     def run(self, name: CheckpointName | None) -> CheckpointName:
         info = self._identify()
@@ -174,25 +178,27 @@ class _Pull:
         return leaves
 
     def _fetch_files(self, found: Manifest, total: int, base: _Ranks | None) -> _Ranks:
-        """Of each rank the index first: it says what the pack must hold."""
+        """Indexes first: they say what the packs must hold."""
         folder, leaves = self._run.checkpoint(found.name), []
-        for rank, (pack, index) in enumerate(zip(found.files[::2], found.files[1::2], strict=True)):
+        packs, indexes = found.files[::2], found.files[1::2]
+        for index in indexes:
             if index.bytes > MAX_STORED_INDEX:
                 raise CheckpointDamaged(f"{found.name}: {index.name} has {index.bytes} bytes, too many", part="index")
-            self._fetch_file(found.name, index, Proof(index), total)
-            data = (folder / index.name).read_bytes()
+        self._fetch_all(found.name, [Proof(index) for index in indexes], total)
+        for rank, index in enumerate(indexes):
             known = base[rank] if base is not None and rank < len(base) else {} if base is not None else None
-            leaves.append(read_index(found, rank, data, str(folder), known))
-            self._fetch_file(found.name, pack, Proof(pack, leaves[-1]), total)
+            leaves.append(read_index(found, rank, (folder / index.name).read_bytes(), str(folder), known))
+        self._fetch_all(found.name, [Proof(pack, known) for pack, known in zip(packs, leaves, strict=True)], total)
+        files.fsync_dir(folder)
         return leaves
 
-    def _fetch_file(self, name: CheckpointName, record: FileRecord, proof: Proof, total: int) -> None:
-        path, key = self._run.checkpoint(name) / record.name, RunDir.checkpoint_key(name, record.name)
-        if proof.local(path):
-            return
-        self._store.get_file(key, path, size=record.bytes, progress=lambda count: self._count(count, total))
-        if not proof.local(path):
-            raise CheckpointDamaged(f"{self._store.url}/{key} is not what its manifest says", part="pack")
+    def _fetch_all(self, name: CheckpointName, proofs: list[Proof], total: int) -> None:
+        def fetch_one(proof: Proof) -> None:
+            file = proof.record.name
+            key = RunDir.checkpoint_key(name, file)
+            fetch(self._store, key, self._run.checkpoint(name) / file, proof, lambda count: self._count(count, total))
+
+        by_size(fetch_one, proofs, lambda proof: proof.record.bytes)
 
     def _manifest(self, name: CheckpointName, info: RunInfo) -> Manifest:
         """Before anything is fetched: it is the one asked for, and its files are there with these sizes."""
@@ -239,6 +245,7 @@ class _Pull:
         events.record(self._run, "notice", text=text[:2000])
 
     def _count(self, count: int, total: int) -> None:
-        self._done += count
-        if self._progress:
-            self._progress(self._done, total)
+        with self._counting:
+            self._done += count
+            if self._progress:
+                self._progress(self._done, total)

@@ -4,26 +4,30 @@ The base of an increment goes before it. A reader of the store sees a checkpoint
 next push goes on."""
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from perdure.training.checkpoint import facts, manifest
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.lineage import lineage, read_launches
-from perdure.training.checkpoint.manifest import MAX_MANIFEST, Manifest
+from perdure.training.checkpoint.manifest import MAX_MANIFEST, FileRecord, Manifest
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.errors import CheckpointDamaged, ObjectNotFound, StoreConflict, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
+from perdure.training.storage.parallel import by_size
 from perdure.training.storage.store import ObjectStore, ShouldStop, TransferStopped
 from perdure.training.travel import copies
-from perdure.training.travel.digest import Proof
+from perdure.training.travel.digest import Check, Proof
 from perdure.training.travel.fence import claim_run, record_launch
 
 CHECK_KEY = "check.json"
+ABANDONED_SECS = 7 * 86400
+"""Age at which an unfinished upload is dropped: nobody came back to go on with it."""
 PushProgress = Callable[[int, int], None]
 """Bytes done and bytes in all; every byte counts twice, once sent and once read back."""
 
@@ -43,12 +47,20 @@ def push(
     progress: PushProgress | None = None,
     should_stop: ShouldStop | None = None,
 ) -> Fact:
-    """Copy a checkpoint; returns the fact that the store's copy was read back and is good. Doing it twice is fine. `place`: what the
-    store is to the run, `store` or the name of a tier.
+    """Copy a checkpoint; returns the fact that the store's copy was read back and is good. Doing it twice is fine. `place`:
+    what the store is to the run, `store` or the name of a tier.
 
     Raises CheckpointDamaged when the local copy is not what its manifest says, StoreConflict when the store holds
     another run or another checkpoint of this name, StoreError otherwise."""
     return _Push(run, store, name, place, progress, should_stop).run()
+
+
+class _File(NamedTuple):
+    """A pack (`part` 0) or index (1) on its way."""
+
+    record: FileRecord
+    rank: int
+    part: int
 
 
 class _Push:
@@ -64,6 +76,7 @@ class _Push:
         self._run, self._store, self._name, self._place = run, store, name, place
         self._progress, self._should_stop = progress, should_stop
         self._done = self._total = 0
+        self._counting = threading.Lock()
 
     def run(self) -> Fact:
         with self._opened() as reader:
@@ -74,6 +87,8 @@ class _Push:
             self._total = 2 * sum(record.bytes for one in wanted for record in one.manifest.files)
             for one in wanted:
                 fact = self._put(one)
+        with contextlib.suppress(StoreError):  # a key that may not list or abort them leaves them
+            self._store.abort_uploads(RunDir.CHECKPOINTS_KEY, ABANDONED_SECS)
         return fact
 
     def _put(self, reader: CheckpointReader) -> Fact:
@@ -81,9 +96,7 @@ class _Push:
         if there is not None and manifest.is_rolled_up(there, reader.manifest):
             self._prove_rolled_up(there)
         else:
-            for part in (0, 1):  # packs first, then indexes
-                for rank in range(reader.ranks):
-                    self._put_file(reader, rank, part)
+            self._put_files(reader)
             self._put_manifest(reader.manifest)
         return self._record(reader.manifest.name)
 
@@ -141,27 +154,45 @@ class _Push:
                     "another machine went on with this run: stop it or this one, then pull into a new directory",
                 )
 
-    def _put_file(self, reader: CheckpointReader, rank: int, part: int) -> None:
-        record = reader.manifest.files[2 * rank + part]
-        path = self._run.checkpoint(reader.manifest.name) / record.name
+    def _put_files(self, reader: CheckpointReader) -> None:
+        """In any order, for nobody looks at them before the manifest is there: while one is read back, others are sent."""
+        there = {item.key: item.size for item in self._store.list(RunDir.checkpoint_key(reader.manifest.name, ""))}
+        wanted = [_File(record, number // 2, number % 2) for number, record in enumerate(reader.manifest.files)]
+        by_size(lambda file: self._put_file(reader, file, there), wanted, lambda file: file.record.bytes)
+
+    def _put_file(self, reader: CheckpointReader, file: _File, there: Mapping[str, int]) -> None:
+        record = file.record
         key = RunDir.checkpoint_key(reader.manifest.name, record.name)
-        proof = Proof(record, None if part else reader.rank_entries(rank))
-        if not proof.local(path, self._poll):
-            kind = "index" if part else "pack"
-            raise CheckpointDamaged(f"{path} is not what the manifest says: not pushed", part=kind, hint="run `perdure verify`")
-        if proof.stored(self._store, key, self._count_read):  # an earlier push got this far
+        proof = Proof(record, None if file.part else reader.rank_entries(file.rank))
+        if there.get(key) == record.bytes and proof.stored(self._store, key, self._count_read):  # an earlier push got this far
             self._count(record.bytes)
             return
-        self._send(path, key)
+        self._send(reader, file, proof, key)
         if not proof.stored(self._store, key, self._count_read):
             raise StoreError(
                 f"{self._store.url}/{key} was stored, but other bytes are read back; no manifest was written",
                 hint="push again; if it repeats, the store or the way to it damages data",
             )
 
-    def _send(self, path: Path, key: str) -> None:
+    def _send(self, reader: CheckpointReader, file: _File, proof: Proof, key: str) -> None:
+        """The file is read once, and each of its bytes compared with the manifest before it is sent."""
         self._poll()
-        self._store.put_file(key, path, progress=self._count, should_stop=self._should_stop)
+        path, check = self._run.checkpoint(reader.manifest.name) / file.record.name, Check(proof.hasher, proof.pieces)
+
+        def watch(data: bytes) -> None:
+            if not check.update(data):
+                raise damaged
+
+        kind = "index" if file.part else "pack"
+        damaged = CheckpointDamaged(f"{path} is not what the manifest says: not pushed", part=kind, hint="run `perdure verify`")
+        try:
+            if path.stat().st_size != file.record.bytes:
+                raise damaged
+        except FileNotFoundError:
+            raise damaged from None
+        self._store.put_file(key, path, watch=watch, progress=self._count, should_stop=self._should_stop)
+        if not check.complete:
+            raise damaged
 
     def _put_manifest(self, ours: Manifest) -> None:
         self._poll()
@@ -208,6 +239,7 @@ class _Push:
         self._count(count)
 
     def _count(self, count: int) -> None:
-        self._done += count
-        if self._progress:
-            self._progress(min(self._done, self._total), self._total)
+        with self._counting:
+            self._done += count
+            if self._progress:
+                self._progress(min(self._done, self._total), self._total)

@@ -1,0 +1,99 @@
+"""Fetch one file of a checkpoint from a store: parts of it at once, each to its place, digests taken as they arrive.
+
+A fetch that was cut off is gone on with: what lies there counts piece by piece, by digest."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from perdure.training import files
+from perdure.training.errors import CheckpointDamaged, StoreError
+from perdure.training.storage.parallel import PARTS, SMALL, in_order, ranges
+from perdure.training.storage.store import ObjectStore
+from perdure.training.travel.digest import Check, Piece, Proof
+
+PART_BYTES = 16 << 20
+Count = Callable[[int], None]
+"""Called with the number of bytes that were fetched, or found."""
+
+
+def fetch(store: ObjectStore, key: str, path: Path, proof: Proof, count: Count = lambda _: None) -> None:
+    """`path` appears whole and proven, or not at all; it is durable once its folder is synced. One that is good stays.
+
+    Raises CheckpointDamaged when the object is not what it must be, StoreError (what arrived is kept for the next try)."""
+    if proof.local(path):
+        count(proof.record.bytes)
+    elif proof.record.bytes <= SMALL:
+        _at_once(store, key, path, proof)
+        count(proof.record.bytes)
+    else:
+        _in_parts(store, key, path, proof, count)
+
+
+def _at_once(store: ObjectStore, key: str, path: Path, proof: Proof) -> None:
+    data, check = store.get(key, limit=proof.record.bytes), Check(proof.hasher, proof.pieces)
+    if not (check.update(data) and check.complete):
+        raise _damaged(store, key)
+    with files.NewFile(path) as new:
+        new.write(data)
+        new.commit(sync_folder=False)
+
+
+def _in_parts(store: ObjectStore, key: str, path: Path, proof: Proof, count: Count) -> None:
+    with files.PartFile(path, proof.record.bytes) as part:
+        missing = _missing(part, proof) if part.found else proof.pieces
+        count(proof.record.bytes - sum(piece.length for piece in missing))
+        part.kept = True  # whoever kills us from here on
+        try:
+            for run in _runs(missing):
+                _fetch_run(store, key, part, Check(proof.hasher, run), run, count)
+        except StoreError:
+            raise
+        except BaseException as error:
+            part.kept = not isinstance(error, (CheckpointDamaged, OSError))  # a full disk is not kept full
+            raise
+        part.commit(sync_folder=False)
+
+
+def _fetch_run(store: ObjectStore, key: str, part: files.PartFile, check: Check, run: list[Piece], count: Count) -> None:
+    def arrive(span: tuple[int, int]) -> bytes:
+        data = store.get_range(key, *span)
+        part.write_at(span[0], data)
+        return data
+
+    first, last = run[0], run[-1]
+    spans = ((first.offset + at, length) for at, length in ranges(last.offset + last.length - first.offset, PART_BYTES))
+    for data in in_order(arrive, spans, width=PARTS):
+        if not check.update(data):
+            raise _damaged(store, key)
+        count(len(data))
+    if not check.complete:
+        raise _damaged(store, key)
+
+
+def _missing(part: files.PartFile, proof: Proof) -> list[Piece]:
+    return [piece for piece in proof.pieces if not _is_there(part, proof, piece)]
+
+
+def _is_there(part: files.PartFile, proof: Proof, piece: Piece) -> bool:
+    """Read in steps: of format 1, the whole file is one piece."""
+    check = Check(proof.hasher, [piece])
+    return (
+        all(check.update(part.read_at(piece.offset + at, length)) for at, length in ranges(piece.length, SMALL))
+        and check.complete
+    )
+
+
+def _runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Pieces that lie side by side, together."""
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and run[-1].offset + run[-1].length != piece.offset:
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _damaged(store: ObjectStore, key: str) -> CheckpointDamaged:
+    return CheckpointDamaged(f"{store.url}/{key} is not what its manifest says", part="pack")
