@@ -113,6 +113,7 @@ def test_exit_codes_of_readme_are_those_of_the_classes() -> None:
         (errors.TrainingFailed, "training failed"),
         (errors.DiskFull, "disk is full"),
         (errors.NotReplicated, "only pushes"),
+        (errors.DrillFailed, "a drill failed"),
         (errors.Stopped, "same command goes on"),
     ],
 )

@@ -97,7 +97,7 @@ class Continuation:
             if kill is None:
                 launch.leave(end)
                 return
-            trainer.lease(end)  # killed while it trains on
+            trainer.lease(end - 1)  # killed while it trains on, and before there is nothing left to do
             self.kills += launch.kill(kill.victim)
 
     def _newest(self, token: int, before: CheckpointName) -> CheckpointName:
