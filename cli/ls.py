@@ -19,6 +19,7 @@ def describe(listed: Listed) -> dict[str, Any]:  # Any: JSON values
     manifest = listed.manifest
     known: dict[str, Any] = {
         "name": str(listed.name), "step": listed.name.step, "token": listed.name.token, "trust": listed.trust,
+        "places": list(listed.places),
         "in_lineage": listed.in_lineage, "bytes_on_disk": listed.bytes_on_disk,
         "raw_bytes": manifest.raw_bytes if manifest else None, "state_digest": manifest.state_digest if manifest else None,
         "created": manifest.created if manifest else None,
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if not listed:
         print(f"run {info.id} in {target.run.root} has no checkpoint yet")
     else:
-        columns = ("step", "launch", "trust", "on disk", "raw", "created", "state digest", "note")
+        columns = ("step", "launch", "trust", "good copies", "on disk", "raw", "created", "state digest", "note")
         render.table(columns, [_row(one, pinned) for one in listed])
     other = [path for path in leftovers if not any(path == f"checkpoints/{one.name}" for one in listed)]
     if other:
@@ -59,4 +60,4 @@ def _row(one: Listed, pinned: Pins) -> tuple[object, ...]:
     note = "; ".join(filter(None, notes))
     sizes = (render.size(one.bytes_on_disk), render.size(manifest.raw_bytes) if manifest else "?")
     shown = (render.when(manifest.created), manifest.state_digest[:16]) if manifest else ("?", "?")
-    return (one.name.step, one.name.token, one.trust, *sizes, *shown, note)
+    return (one.name.step, one.name.token, one.trust, ", ".join(one.places), *sizes, *shown, note)

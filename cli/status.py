@@ -48,6 +48,8 @@ def collect(target: Target) -> _Status:
         "newest_committed_step": names[0].step if names else None,
         "newest_verified_step": _step(catalog.newest_with(run, facts.GOOD)),
         "newest_replicated_step": _step(catalog.newest_in(run, facts.STORE)),
+        "newest_archived_step": _step(catalog.newest_with(run, ("archived",))),
+        "places": {place: _step(catalog.newest_in(run, place)) for place in target.places},
         "store_url": target.store_url or None,
         "holder": _holder(run) if held else None,
         "trainer": _trainer(live) if live else None,
@@ -120,10 +122,12 @@ def lines(status: _Status) -> list[tuple[str, str]]:
     ]
     newest = [
         f"{word} {status[f'newest_{word}_step']}"
-        for word in ("committed", "verified", "replicated")
+        for word in ("committed", "verified", "replicated", "archived")
         if status[f"newest_{word}_step"] is not None
     ]
     shown += [("newest", ", ".join(newest) or "no checkpoint yet"), ("store", status["store_url"] or "none")]
+    if tiers := [f"{place} {_at(step)}" for place, step in status["places"].items() if place != facts.STORE]:
+        shown.append(("tiers", ", ".join(tiers)))
     if status["holder"]:
         holder = status["holder"]
         shown.append(("held by", f"process {holder['pid']} on {holder['host']} since {render.when(holder['since'])}"))
@@ -134,6 +138,10 @@ def lines(status: _Status) -> list[tuple[str, str]]:
     if status["last_failure"]:
         shown.append(("last failure", _describe(status["last_failure"])))
     return shown
+
+
+def _at(step: int | None) -> str:
+    return "holds none of these" if step is None else f"to step {step}"
 
 
 def _describe(failure: _Status) -> str:

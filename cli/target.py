@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perdure.training.checkpoint import facts
 from perdure.training.checkpoint.run_info import RunInfo, read_run_info
-from perdure.training.config import load_config
+from perdure.training.config import RunConfig, load_config
 from perdure.training.errors import CheckpointNotFound, ConfigError
 from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName, RunDir
@@ -28,6 +29,13 @@ class Target:
     store: StoreSettings
     retention: RetentionSection | None = None
     """Of the run.toml; None: the target is a run directory, which does not say."""
+    config: RunConfig | None = None
+    """The run.toml; None: the target is a run directory."""
+
+    @property
+    def places(self) -> list[str]:
+        """Where copies go besides the run directory, as far as the target says."""
+        return [*([facts.STORE] if self.store_url else []), *(self.config.tiers if self.config else ())]
 
     def started(self) -> RunInfo:
         """The run's info. Raises CheckpointNotFound when it has none yet."""
@@ -116,7 +124,7 @@ def _of_config(path: Path, overrides: Sequence[str]) -> Target:
     info = read_run_info(run) if run.run_json.exists() else None
     return Target(
         run=run, info=info, steps=config.run.steps, name=config.run.name, store_url=config.store_url, store=config.store,
-        retention=config.retention,
+        retention=config.retention, config=config,
     )  # fmt: skip
 
 

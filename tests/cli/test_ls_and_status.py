@@ -30,7 +30,9 @@ def test_ls_json_describes_each_checkpoint(made: Any, command: Command) -> None:
     first, second = answer["checkpoints"]
     assert set(first) == {
         "name", "step", "token", "trust", "in_lineage", "bytes_on_disk", "raw_bytes", "state_digest", "created",
+        "places",
     }  # fmt: skip
+    assert (first["places"], second["places"]) == (["local"], [])
     assert (first["name"], first["step"], first["token"], first["trust"]) == ("000000000020-0001", 20, 1, "verified")
     assert (second["step"], second["trust"], second["in_lineage"]) == (40, "written", True)
     assert first["bytes_on_disk"] == sum(path.stat().st_size for path in made.run.checkpoint(CheckpointName(20, 1)).iterdir())

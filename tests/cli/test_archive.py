@@ -1,0 +1,49 @@
+"""`archive` shows what the tiers lack and why, then fills them; nothing to do is said, a tier that is away is exit code 6."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Command = Callable[..., Any]
+
+
+def test_the_plan_is_shown_then_done_and_ls_says_where_copies_are(made: Any, command: Command, tmp_path: Path) -> None:
+    tiers = ["--set", "tiers.share.url=share", "--set", "tiers.share.every=40", "--set", "tiers.far.url=far"]
+    unproven = command("archive", made.toml, *tiers, "--dry-run")
+    assert "2 checkpoints are not verified yet and do not count" in unproven.out
+    assert command("verify", made.run.root).code == 0
+    shown = command("archive", made.toml, *tiers, "--dry-run")
+    assert shown.code == 0
+    assert "step is a multiple of 40" in shown.out
+    assert shown.out.splitlines()[-1].startswith("would make 3 copies, ")
+    assert not (tmp_path / "share").exists()
+    answer = command("archive", made.toml, *tiers, "--json")
+    assert answer.code == 0
+    copies = [(row["step"], row["tier"], row["source"], row["result"]) for row in answer.json["copies"]]
+    assert copies == [(20, "far", "local", "copied"), (40, "far", "local", "copied"), (40, "share", "local", "copied")]
+    listed = command("ls", made.run.root, "--json").json["checkpoints"]
+    assert [(row["trust"], row["places"]) for row in listed] == [
+        ("archived", ["far", "local"]), ("archived", ["far", "local", "share"]),
+    ]  # fmt: skip
+    assert "far, local, share" in command("ls", made.run.root).out
+    status = command("status", made.toml, *tiers, "--json").json
+    assert (status["newest_archived_step"], status["places"]) == (40, {"store": None, "share": 40, "far": 40})
+    again = command("archive", made.toml, *tiers)
+    assert again.out == f"nothing to archive: the tiers of {made.run.root} have what they are to have\n"
+
+
+def test_a_tier_that_is_away_is_said_and_the_others_are_filled(made: Any, command: Command, tmp_path: Path) -> None:
+    assert command("verify", made.run.root).code == 0
+    (tmp_path / "far").write_text("no folder")
+    tiers = ["--set", "tiers.far.url=far", "--set", "tiers.share.url=share"]
+    answer = command("archive", made.toml, *tiers)
+    assert answer.code == 6
+    assert "made 2 copies" in answer.out
+    assert "far was left: " in answer.out
+
+
+def test_a_run_directory_and_a_run_without_tiers_are_told_apart(made: Any, command: Command) -> None:
+    refused = command("archive", made.run.root)
+    assert (refused.code, "name its run.toml" in refused.err) == (2, True)
+    none = command("archive", made.toml)
+    assert (none.code, none.out) == (0, f"nothing to archive: {made.toml} has no [tiers.NAME]\n")
