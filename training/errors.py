@@ -58,6 +58,13 @@ class ObjectNotFound(StoreError, FileNotFoundError):
         super().__init__(message, retryable=False)
 
 
+class ObjectTooLarge(StoreError):
+    """An object has more bytes than anything that belongs under its key."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=False)
+
+
 class StoreConflict(StoreError):
     """A conditional write lost, or the store belongs to another run."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from perdure.training import files
-from perdure.training.errors import ObjectNotFound, StoreError
+from perdure.training.errors import ObjectNotFound, ObjectTooLarge, StoreError
 from perdure.training.storage.parallel import ranges
 from perdure.training.storage.store import (
     MAX_LISTED,
@@ -98,7 +98,7 @@ class FolderStore:
             try:
                 return files.read_limited(path, limit)
             except ValueError as error:
-                raise StoreError(f"store folder: {error}", retryable=False) from None
+                raise ObjectTooLarge(f"store folder: {error}") from None
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         path = self._path(key)

@@ -16,7 +16,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from perdure.training import files
-from perdure.training.errors import ObjectNotFound, StoreError
+from perdure.training.errors import ObjectNotFound, ObjectTooLarge, StoreError
 from perdure.training.storage import s3_errors
 from perdure.training.storage.s3_lane import Lane
 from perdure.training.storage.s3_upload import Upload
@@ -220,7 +220,7 @@ class S3Store:
             return quick
         data, _ = self._read(key, limit)
         if len(data) > limit:
-            raise StoreError(f"{self._where(key)} is larger than {limit} bytes", retryable=False)
+            raise ObjectTooLarge(f"{self._where(key)} is larger than {limit} bytes")
         return data
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
@@ -265,6 +265,8 @@ class S3Store:
             more = {"ContinuationToken": token} if token else {}
             page = self._call("list_objects_v2", prefix, Prefix=self._prefix + prefix, **more)
             for item in page.get("Contents", ()):
+                if not item["Key"].startswith(self._prefix + prefix):
+                    raise StoreError(f"{self._where(prefix)}: {self._endpoint} lists keys of other prefixes", retryable=False)
                 found.append(ObjectInfo(item["Key"][len(self._prefix) :], int(item["Size"])))
             before, token = token, page.get("NextContinuationToken")
             if not page.get("IsTruncated") or not token:

@@ -22,7 +22,7 @@ Watch = Callable[[bytes], None]
 """Called with the bytes of a file, in order, before they are sent. What it raises ends the transfer, and no object appears."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ObjectInfo:
     key: str
     size: int
@@ -65,7 +65,7 @@ class ObjectStore(Protocol):
         ...
 
     def get(self, key: str, *, limit: int) -> bytes:
-        """A small object; StoreError when it is larger than `limit`."""
+        """A small object; ObjectTooLarge when it is larger than `limit`."""
         ...
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:

@@ -10,7 +10,7 @@ from perdure.training.checkpoint.facts import MAX_FACT, Fact
 from perdure.training.checkpoint.lineage import LaunchRecord
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.run_info import RunInfo
-from perdure.training.errors import CheckpointDamaged, ObjectNotFound
+from perdure.training.errors import CheckpointDamaged, ObjectNotFound, ObjectTooLarge
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.parallel import in_order
 from perdure.training.storage.store import ObjectStore
@@ -53,7 +53,7 @@ def read_remote_fact(store: ObjectStore, name: CheckpointName) -> Fact | None:
     """What the checker found of this copy; None where nobody looked, or nobody can tell."""
     try:
         return msgspec.json.decode(store.get(RunDir.checkpoint_key(name, CHECK_KEY), limit=MAX_FACT), type=Fact)
-    except (ObjectNotFound, ValueError, RecursionError):
+    except (ObjectNotFound, ObjectTooLarge, ValueError, RecursionError):
         return None
 
 

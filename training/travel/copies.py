@@ -12,7 +12,7 @@ from perdure.training.checkpoint import manifest
 from perdure.training.checkpoint.manifest import MAX_MANIFEST, FileRecord, Manifest
 from perdure.training.checkpoint.pack import MAX_STORED_INDEX, IndexEntry
 from perdure.training.checkpoint.reader import read_index
-from perdure.training.errors import CheckpointDamaged, ObjectNotFound, StoreError
+from perdure.training.errors import CheckpointDamaged, ObjectNotFound, ObjectTooLarge, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
 from perdure.training.travel.digest import Proof
@@ -79,11 +79,8 @@ class Stored:
             return self.store.get(key, limit=limit)
         except ObjectNotFound:
             raise CheckpointDamaged(f"{self.store.url}/{key} is missing", part=file) from None
-        except StoreError as error:
-            size = None if error.retryable else self.store.size(key)
-            if size is None or size <= limit:
-                raise
-            raise CheckpointDamaged(f"{self.store.url}/{key} has {size} bytes, too many", part=file) from None
+        except ObjectTooLarge as error:
+            raise CheckpointDamaged(str(error), part=file) from None
 
     def holds(self, name: CheckpointName, file: str, proof: Proof, count: Count) -> bool:
         return proof.stored(self.store, RunDir.checkpoint_key(name, file), count)

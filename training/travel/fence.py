@@ -7,10 +7,12 @@ import msgspec
 
 from perdure.training.checkpoint.lineage import MAX_RECORD, LaunchRecord, create_launch, read_launches
 from perdure.training.checkpoint.run_info import MAX_RUN_INFO, RunInfo, read_run_info
-from perdure.training.errors import StoreConflict, StoreError
+from perdure.training.errors import ObjectTooLarge, StoreConflict, StoreError
 from perdure.training.run_dir import RunDir
 from perdure.training.storage.store import ObjectStore
 
+MAX_LAUNCHES = 100_000
+"""A year of launches every five minutes; each is read by a pull."""
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -21,7 +23,7 @@ def remote_run_info(store: ObjectStore) -> RunInfo:
         if not _RUN_ID.fullmatch(info.id) or info.format != 1:
             raise msgspec.ValidationError(f"id {info.id[:100]!r}, format {info.format}")
         return info
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ObjectTooLarge) as error:
         raise StoreConflict(
             f"{store.url}/{RunDir.RUN_KEY} is not a run's: {str(error)[:200]}", "name an empty prefix in store.url"
         ) from None
@@ -49,6 +51,8 @@ def remote_tokens(store: ObjectStore) -> list[int]:
         stem = item.key.removeprefix(RunDir.LAUNCHES_KEY).removesuffix(".json")
         if stem.isascii() and stem.isdecimal() and len(stem) <= 18 and RunDir.launch_key(int(stem)) == item.key:
             found.add(int(stem))
+    if len(found) > MAX_LAUNCHES:
+        raise StoreConflict(f"{store.url} holds {len(found)} launch records: that is no run of ours", "correct store.url")
     return sorted(found)
 
 
@@ -56,7 +60,7 @@ def read_remote_launch(store: ObjectStore, token: int) -> LaunchRecord | None:
     """None where the object is no launch record of that token."""
     try:
         record = msgspec.json.decode(store.get(RunDir.launch_key(token), limit=MAX_RECORD), type=LaunchRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ObjectTooLarge):
         return None
     return record if record.token == token else None
 

@@ -17,7 +17,7 @@ from perdure.training.checkpoint.lineage import lineage, read_launches
 from perdure.training.checkpoint.manifest import MAX_MANIFEST, FileRecord, Manifest
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.checkpoint.run_info import read_run_info
-from perdure.training.errors import CheckpointDamaged, ObjectNotFound, StoreConflict, StoreError
+from perdure.training.errors import CheckpointDamaged, ObjectNotFound, ObjectTooLarge, StoreConflict, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.parallel import by_size
 from perdure.training.storage.store import ObjectStore, ShouldStop, TransferStopped
@@ -140,7 +140,7 @@ class _Push:
     def _stored_manifest(self, reader: CheckpointReader) -> Manifest | None:
         """What the store has under this name; None for nothing, or nothing that can be read."""
         key = RunDir.checkpoint_key(reader.manifest.name, MANIFEST)
-        with contextlib.suppress(ObjectNotFound, CheckpointDamaged):
+        with contextlib.suppress(ObjectNotFound, ObjectTooLarge, CheckpointDamaged):
             return manifest.parse(self._store.get(key, limit=MAX_MANIFEST), f"{self._store.url}/{key}")
         return None
 
@@ -204,10 +204,9 @@ class _Push:
 
     def _replace_manifest(self, key: str, data: bytes, ours: Manifest) -> None:
         """All that ours names was just proven. It takes the place of a rotten one, or of the increment it was made from."""
-        there = self._store.get(key, limit=MAX_MANIFEST)
         try:
-            other = manifest.parse(there, f"{self._store.url}/{key}")
-        except CheckpointDamaged:
+            other = manifest.parse(self._store.get(key, limit=MAX_MANIFEST), f"{self._store.url}/{key}")
+        except (CheckpointDamaged, ObjectTooLarge):
             self._store.put(key, data)
             return
         if not manifest.is_rolled_up(ours, other):
