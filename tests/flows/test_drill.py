@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from conftest import S3Server
 from harness import PATIENCE, Direct, Run, copy_tiny, wait_until
 from prefect import get_client
 from slack_server import CHANNEL, SlackServer
@@ -104,7 +105,11 @@ def killed_drill(live: Live, bare: Path) -> ProcessId:
     return agent
 
 
-def test_drills_of_a_live_run(prefect_api: str, live: Live, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drills_of_a_live_run(
+    prefect_api: str, s3_server: S3Server, live: Live, bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.read_only.environment().items():  # a drill needs no more
+        monkeypatch.setenv(name, value)
     before, run = live.stored(), live.run.dir
     agent = killed_drill(live, bare)
     assert [path.name.startswith("perdure-drill-") for path in bare.iterdir()] == [True]

@@ -31,7 +31,6 @@ from perdure.training.travel.fence import take_token
 SAVE_SECS = 600.0
 """How long the last checkpoint of a launch may take, and the user's own code after the last step."""
 _RANK = b"perdure.training.engine.main"
-_LAUNCHER = b"torch.distributed"
 _OF_LIVE_RUNS = ("PERDURE_", "TORCHELASTIC_")
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 DRILL_VARIABLE = "PERDURE_DRILL"
@@ -184,13 +183,13 @@ class _Launch:
 
 
 def _rank_of(agent: int) -> ProcessId | None:
-    """The rank itself: neither torch's launcher, nor workers that the rank forked."""
+    """The first rank itself, which torchrun may have started; not a worker that it forked."""
     waiting = children(agent)
     while waiting:
         pid = waiting.pop(0)
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if _RANK in words and not any(word.startswith(_LAUNCHER) for word in words):
+            if _RANK in words:
                 return identify(pid)
         waiting += children(pid)
     return None
