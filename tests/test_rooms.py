@@ -41,7 +41,10 @@ def imported_by(names: list[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("rooms", "absent"),
     [
-        (("training", "training/checkpoint", "training/storage", "training/agent", "training/travel"), TORCH | PREFECT | BOTO),
+        (
+            ("training", "training/checkpoint", "training/storage", "training/agent", "training/travel", "training/drill"),
+            TORCH | PREFECT | BOTO,
+        ),
         (("deployments",), TORCH | PREFECT | BOTO),
         (("flows", "tasks"), TORCH | BOTO),
         (("training/engine",), PREFECT | BOTO),
