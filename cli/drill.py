@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
         _show_plan(args, planned, store.url)
         return 0
     background.yield_to_training()
-    signal.signal(signal.SIGTERM, _leave)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
     held = drill(config, args.set, store, wanted, planned, lambda text: _say(args, text))
     drills = drilled.keep(RunDir(config.run_dir), held)
     _show(args, config, drills)
@@ -70,9 +71,9 @@ def _steps(args: argparse.Namespace, config: RunConfig) -> int:
     return steps
 
 
-def _leave(*_: object) -> NoReturn:
+def _leave(number: int, _: object) -> NoReturn:
     """The folder is removed on the way out."""
-    sys.exit(128 + signal.SIGTERM)
+    sys.exit(128 + number)
 
 
 def _say(args: argparse.Namespace, text: str) -> None:

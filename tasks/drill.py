@@ -34,7 +34,7 @@ def drill(
         said = planned.nothing or f"would pull {planned.newest} and train {planned.steps} steps from {planned.start}, twice"
         log.info("%s: %s.", "Nothing to drill" if planned.nothing else "Dry run", said)
         return {"nothing": said, "passed": True}
-    held = hold(config, overrides, store, wanted, planned, lambda text: log.info("%s.", text.capitalize()))
+    held = hold(config, overrides, store, wanted, planned, lambda text: log.info("%s.", text[:1].upper() + text[1:]))
     drills = drilled.keep(RunDir(config.run_dir), held)
     log.info("%s\n%s", drilled.title(held), "\n".join(drilled.lines(drills)))
     page = drilled.markdown(drills, config.run.name)

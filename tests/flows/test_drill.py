@@ -155,3 +155,7 @@ def test_drills_of_a_live_run(
         pages = [one.data for one in client.read_artifacts() if one.key and one.key.startswith("drill-")]
     assert ["came back from the store" in str(page) for page in pages] == [True]
     assert os.environ["SLACK_BOT_TOKEN"] not in str(pages)
+
+
+def test_a_run_that_has_not_started_is_nothing_to_do(prefect_api: str, tmp_path: Path) -> None:
+    assert "this one has no checkpoint yet" in drill(str(copy_tiny(tmp_path / "tiny")))["nothing"]
