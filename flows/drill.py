@@ -5,6 +5,7 @@ from typing import Any
 from prefect import flow
 
 from perdure.tasks.drill import drill as drill_run
+from perdure.tasks.redact import redact
 from perdure.training.config import load_config
 from perdure.training.errors import DrillFailed
 
@@ -20,5 +21,5 @@ def drill(
     checked = load_config(config, overrides or [])
     done: dict[str, Any] = drill_run(checked, overrides or [], checkpoint, steps, dry_run)
     if not done["passed"]:
-        raise DrillFailed(f"{checked.run_dir}: the drill failed: {'; '.join(done['problems'])}"[:2000])
+        raise DrillFailed(redact(f"{checked.run_dir}: the drill failed: {'; '.join(done['problems'])}"[:2000]))
     return done

@@ -37,7 +37,8 @@ def lines(drills: Sequence[Drill]) -> list[str]:
     held, before = drills[-1], drills[:-1][-_TREND:]
     found = [f"- {problem}" for problem in held.problems]
     found += [f"- passed over: {skipped}" for skipped in held.skipped]
-    found += [f"- recovery point: {_point(held)} (target {span(held.target_point_secs)}{_trend(before, 'point_secs')})"]
+    target = "not judged, it was asked for" if held.asked else f"target {span(held.target_point_secs)}"
+    found += [f"- recovery point: {_point(held)} ({target}{_trend(before, 'point_secs')})"]
     found += [f"- recovery time: {_time(held)} (target {span(held.target_time_secs)}{_trend(before, 'recovery_secs')})"]
     if held.identical is not None:
         word = "the same bits as undisturbed" if held.identical else "NOT the same bits"

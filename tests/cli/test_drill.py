@@ -29,6 +29,8 @@ def test_a_dry_run_says_what_would_be_pulled_trained_and_killed(made: Any, comma
     assert (last.code, last.out.startswith("nothing to drill: 000000000040-0001 is of the last step")) == (0, True)
     assert command("drill", made.toml, "--from", "000000000033-0001").code == 4
     assert not made.run.drills.exists()
+    other = command("drill", made.toml)  # these checkpoints were written without any settings
+    assert (other.code, "settings that decide the weights differ from checkpoint 000000000040-0001" in other.out) == (11, True)
 
 
 def test_without_a_store_it_says_what_to_configure(made: Any, command: Command) -> None:

@@ -137,6 +137,8 @@ def test_lines_tell_both_measures_against_target_and_the_last_drills() -> None:
     )
     assert "recovery time: 6 s: pull 1.0 s, prove 2.0 s, to the first step 3.5 s; 3.0 MB (target 30.0 min" in text
     assert "killed: rank after step 43: NOT the same bits" in text
+    asked = msgspec.structs.replace(HELD, asked=True)
+    assert "recovery point: 7 steps, 42 s of training (not judged, it was asked for)" in drilled.lines([asked])[0]
     assert "nothing came back" in "\n".join(drilled.lines([nothing]))
 
 

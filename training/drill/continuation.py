@@ -166,10 +166,7 @@ class _Launch:
 
     def _check(self, end: LaunchEnd) -> None:
         if end.reason == "failed":
-            detail = end.detail[:1000] or "no reason was given"
-            tail = "; ".join(end.log_tail.splitlines()[-1:])[:500]
-            said = f" ({tail})" if tail and tail not in detail else ""
-            raise DrillFailed(f"training failed at step {end.step}, {end.error_class} error: {detail}{said}")
+            raise DrillFailed(f"training failed at step {end.step}, {end.error_class} error: {end.detail[:1500]}")
 
     def kill(self, victim: str) -> list[str]:
         """SIGKILL; what was killed, nothing where it had come to its end before."""

@@ -17,7 +17,7 @@ from perdure.training.checkpoint import lineage, manifest, verify
 from perdure.training.checkpoint.diff import diff
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.reader import open_checkpoint
-from perdure.training.config import RunConfig
+from perdure.training.config import RunConfig, changed_settings
 from perdure.training.drill.continuation import Continuation
 from perdure.training.drill.folder import BareFolder, sweep
 from perdure.training.drill.plan import Plan, history, kills_between
@@ -82,6 +82,7 @@ class _Rehearsal:
         start = self.earlier(newest) if newest.step >= self.config.run.steps else newest
         end = min(start.step + self.planned.steps, self.config.run.steps)
         self.found |= {"resumed": str(start), "steps": end - start.step}
+        self.check_settings(start)
         self.compare(self.undisturbed(start, end), self.killed(start, end))
 
     # what the store gives back
@@ -94,7 +95,9 @@ class _Rehearsal:
         finally:
             self.found |= {"skipped": self.notices(), "pull_secs": time.monotonic() - began}
         found = manifest.read(self.run.checkpoint(name))
-        self.found |= {"newest": str(name), "bytes": found.stored_bytes, **self.point(found)}
+        base = [manifest.read(self.run.checkpoint(found.base_name))] if found.base_name else []
+        size = sum(one.stored_bytes for one in (found, *base))
+        self.found |= {"newest": str(name), "asked": wanted is not None, "bytes": size, **self.point(found)}
         return name
 
     def point(self, found: Manifest) -> dict[str, float | None]:
@@ -121,6 +124,14 @@ class _Rehearsal:
                 except CheckpointDamaged:
                     continue
         raise DrillFailed(f"{newest} is of the last step, and {self.store.url} has no good checkpoint before it")
+
+    def check_settings(self, start: CheckpointName) -> None:
+        """As a resume does: with other settings `perdure run` would refuse to go on."""
+        old = manifest.read(self.run.checkpoint(start)).config
+        if changed := changed_settings(old, self.config.trajectory()):
+            raise DrillFailed(
+                f"{self.config.path}: settings that decide the weights differ from checkpoint {start}: {'; '.join(changed)}"
+            )
 
     # going on from it
 
@@ -169,7 +180,7 @@ class _Rehearsal:
             target_point_secs=parse_time(targets.recovery_point), target_time_secs=parse_time(targets.recovery_time),
             **self.found,
         )  # fmt: skip
-        if held.point_secs is not None and held.point_secs > held.target_point_secs:
+        if held.point_secs is not None and held.point_secs > held.target_point_secs and not held.asked:
             self.problems.append(f"recovery point: {held.point_secs:.0f} s are lost, the target is {targets.recovery_point}")
         if held.recovery_secs is not None and held.recovery_secs > held.target_time_secs:
             self.problems.append(f"recovery time: it took {held.recovery_secs:.0f} s, the target is {targets.recovery_time}")

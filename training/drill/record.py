@@ -23,6 +23,8 @@ class Drill(msgspec.Struct, frozen=True, kw_only=True):
     """What the launches had to say."""
     newest: str = ""
     """The newest good checkpoint that the store gave back; the recovery point is its."""
+    asked: bool = False
+    """`newest` was asked for, so the recovery point is not judged."""
     resumed: str = ""
     """The checkpoint that was trained from."""
     bytes: int = 0
