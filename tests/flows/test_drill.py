@@ -15,13 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 from conftest import S3Server
-from harness import PATIENCE, Direct, Run, copy_tiny, wait_until
+from harness import PATIENCE, Direct, Run, all_pids, command_line, copy_tiny, wait_until
 from prefect import get_client
 from slack_server import CHANNEL, SlackServer
 
 from perdure.flows.drill import drill
 from perdure.tasks.verify import prove
 from perdure.training.checkpoint import catalog, lineage
+from perdure.training.drill.folder import sweep
 from perdure.training.drill.record import read_drills
 from perdure.training.process import ProcessId
 from perdure.training.run_dir import CheckpointName, RunDir, rank_pack
@@ -159,3 +160,19 @@ def test_drills_of_a_live_run(
 
 def test_a_run_that_has_not_started_is_nothing_to_do(prefect_api: str, tmp_path: Path) -> None:
     assert "this one has no checkpoint yet" in drill(str(copy_tiny(tmp_path / "tiny")))["nothing"]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("words", ["pulling from", "undisturbed", "with kills in between"])
+def test_a_drill_killed_in_any_phase_leaves_nothing_that_counts(live: Live, bare: Path, words: str) -> None:
+    before = live.stored()
+    with subprocess.Popen(command(live), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = next(line for line in process.stderr if words in line)
+        process.kill()
+    assert said
+    assert len(sweep()) == 1
+    assert list(bare.iterdir()) == []
+    assert [pid for pid in all_pids() if str(bare) in command_line(pid)] == []
+    assert read_drills(live.run.dir) == []
+    assert live.stored() == before
