@@ -52,7 +52,7 @@ def imported_by(names: list[str]) -> set[str]:
     ids=lambda value: "+".join(sorted(value)),
 )
 def test_room_imports_only_what_it_may(rooms: tuple[str, ...], absent: set[str]) -> None:
-    lazy = {"perdure.training.storage.s3", "perdure.training.storage.s3_upload", "perdure.training.storage.s3_errors"}
+    lazy = {f"perdure.training.storage.{name}" for name in ("s3", "s3_upload", "s3_errors", "s3_lane")}
     assert not imported_by([name for name in modules(*rooms) if name not in lazy]) & absent
 
 

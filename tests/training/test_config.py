@@ -205,8 +205,10 @@ def test_paths_are_relative_to_the_file_wherever_one_stands(toml: Path, monkeypa
 def test_tiers_are_set_at_three_levels_each_with_a_retention_of_its_own(toml: Path) -> None:
     config = load_config(
         toml,
-        ["store.url=s3://b/x", "store.retention.keep_last=5", "tiers.share.url=far", "tiers.share.every=100"]
-        + ["tiers.cold.url=s3://b/cold", "tiers.cold.milestones=true", "tiers.cold.retention.keep_within=4w"],
+        [
+            *("store.url=s3://b/x", "store.retention.keep_last=5", "tiers.share.url=far", "tiers.share.every=100"),
+            *("tiers.cold.url=s3://b/cold", "tiers.cold.milestones=true", "tiers.cold.retention.keep_within=4w"),
+        ],
     )
     assert config.tier_urls == {"share": (toml.parent.resolve() / "far").as_uri(), "cold": "s3://b/cold"}
     share, cold = config.tiers["share"], config.tiers["cold"]
