@@ -102,12 +102,6 @@ class DrillFailed(PerdureError):
     exit_code = 11
 
 
-class Thawing(PerdureError):
-    """A copy lies in a storage class that has to be thawed before it can be read; the same command later goes on."""
-
-    exit_code = 12
-
-
 class Stopped(PerdureError):
     """Stopped before the last step, with its checkpoint saved; the same command goes on."""
 
