@@ -39,7 +39,7 @@ VERBS = {
     "diff": Verb("say which tensors of two checkpoints differ, how much", "perdure diff runs/gpt@100 @200 --only 'model.*'"),
     "push": Verb("copy what the store lacks, and read it back", "perdure push runs/gpt"),
     "pull": Verb("bring a run back from its store", "perdure pull s3://bucket/gpt runs/gpt"),
-    "archive": Verb("fill the tiers, and ask for what is frozen there", "perdure archive gpt/run.toml --dry-run"),
+    "archive": Verb("fill the tiers", "perdure archive gpt/run.toml --dry-run"),
     "rollup": Verb("make a full of an increment, so that its base can go", "perdure rollup runs/gpt --step 200"),
     "prune": Verb("delete what retention lets go, and what crashes left", "perdure prune runs/gpt --keep-last 3 --dry-run"),
     "pin": Verb("name a checkpoint as a milestone that stays", "perdure pin runs/gpt@200 before-lr-drop"),

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from perdure.cli.main import VERBS, main
 from perdure.training.run_dir import RunDir
 
 HEAVY = {"torch", "torchdata", "prefect", "boto3", "botocore", "deepspeed", "rich", "slack_sdk", "numpy"}
-SLOWEST_SECS = 2.0
-"""Far above what it takes (about 0.1 s), so that a busy machine does not fail it."""
 Command = Callable[..., Any]
 
 
@@ -33,11 +30,9 @@ def imported(*arguments: str) -> set[str]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_is_light_quick_and_has_an_example_that_parses(verb: str, command: Command) -> None:
+def test_help_is_light_and_has_an_example_that_parses(verb: str, command: Command) -> None:
     assert not imported(verb, "--help") & HEAVY
-    started = time.monotonic()
     answer = command(verb, "--help")
-    assert time.monotonic() - started < SLOWEST_SECS
     assert answer.code == 0
     assert "--json" in answer.out
     assert VERBS[verb].example in " ".join(answer.out.split())

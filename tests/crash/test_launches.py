@@ -154,7 +154,7 @@ def test_exception_in_user_code_is_told_with_class_and_log(run: Run) -> None:
     assert "ValueError" in end.log_tail
 
 
-@pytest.mark.parametrize(("phase", "limit"), [("batch", "launch.step_timeout=2"), ("setup", "launch.startup_timeout=4")])
+@pytest.mark.parametrize(("phase", "limit"), [("batch", "launch.step_timeout=2"), ("setup", "launch.startup_timeout=12")])
 def test_hang_is_found_by_its_limit_and_its_stacks_are_in_the_log(run: Run, phase: str, limit: str) -> None:
     settings = [f"params.sleep_in={phase}", "params.sleep_secs=100", "params.slow_batch_at=12", limit]
     end = Direct(run).train_to_end(settings)
@@ -190,7 +190,7 @@ def test_children_of_the_training_code_end_with_the_launch(run: Run, tmp_path: P
 def test_slow_saver_never_mixes_steps_and_loses_none(run: Run) -> None:
     """The saver is stopped while training goes on into the second slot: each checkpoint still holds its own step's state."""
     direct = Direct(run)
-    trainer = direct.launch()
+    trainer = direct.launch(["launch.env.TINY_sleep=0.1"])
     wait_until(lambda: run.committed() != [], "the first checkpoint")
     first = run.committed()[-1].step
     saver = run.saver()

@@ -23,7 +23,7 @@ from perdure.deployments.server import ServerHome, read_record
 from perdure.training.process import ProcessId, identify
 from perdure.training.run_dir import RunDir
 
-SLOW = "params.sleep=0.3"
+SLOW = "params.sleep=0.6"
 
 
 @pytest.fixture

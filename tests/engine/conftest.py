@@ -1,6 +1,8 @@
 """The harness of this room: a training in lives, each cut and resumed through bytes, compared with one that was not cut."""
 
+import gc
 import hashlib
+import importlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,17 @@ from perdure.training.engine.rng import load_rng, rng_leaves
 from perdure.training.engine.state import collect, note_built
 
 Kept = dict[str, LoadedLeaf]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> Iterator[None]:
+    """The look for untracked state goes over every object; those of pytest and torch are none of its business."""
+    importlib.import_module("torch._dynamo")  # the first optimizer would
+
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ def client(prefect_api: str) -> Iterator[SyncPrefectClient]:
 
 @pytest.fixture
 def run(tmp_path: Path, prefect_api: str) -> Run:
-    return Run(copy_tiny(tmp_path / "tiny"), "params.sleep=0.05")
+    return Run(copy_tiny(tmp_path / "tiny"), "params.sleep=0.25")
 
 
 def flow_runs(client: SyncPrefectClient, run: Run) -> list[Any]:

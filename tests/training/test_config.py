@@ -111,7 +111,6 @@ WRONG = {
     "tiers.Share.url=copies": "tiers.Share cannot be a tier's name",
     "tiers.share.url=runs/x/copies": "lie in one another",
     "tiers.share.retention.keep_lsat=1": "tiers.share.retention.keep_lsat is no setting",
-    "store.storage_class=cold": "store.storage_class = 'cold' is no storage class",
     "store.retention.keep_last=-1": "store.retention.keep_last = -1 is negative",
     "store.url=runs/x": "lie in one another",
     "store.url=runs/x/copies": "lie in one another",

@@ -17,7 +17,6 @@ from perdure.training.checkpoint.selection import selection
 from perdure.training.checkpoint.upkeep import try_lock
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, RunBusy, StoreConflict, StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
-from perdure.training.storage.cold import NEED_THAW
 from perdure.training.tier_settings import TierSection
 from perdure.training.travel.contents import Contents, contents, list_remote, read_remote_fact
 from perdure.training.travel.fence import check_same_run
@@ -123,7 +122,7 @@ def _look(run: RunDir, remotes: Sequence[Remote]) -> tuple[dict[str, Contents], 
 def _elsewhere(
     run: RunDir, remotes: Sequence[Remote], there: Mapping[str, Contents], here: Collection[CheckpointName]
 ) -> Iterator[Listed]:
-    """What is good at another place only, and lacks in a tier. What has to be thawed first is not taken from there."""
+    """What is good at another place only, and lacks in a tier."""
     launches = lineage.read_launches(run)
     for found in there.values():
         launches = {**found.launches, **launches}
@@ -132,9 +131,8 @@ def _elsewhere(
     tiers = [set(there[remote.word].checkpoints) for remote in remotes if isinstance(remote, Tier)]
     complete = set[CheckpointName].intersection(*tiers) if tiers else every
     for remote in remotes:
-        if remote.section.storage_class not in NEED_THAW:
-            names = [name for name in there[remote.word].checkpoints if name not in here and name not in complete]
-            yield from list_remote(remote.store, remote.word, names, history, read_run_info(run).id)
+        names = [name for name in there[remote.word].checkpoints if name not in here and name not in complete]
+        yield from list_remote(remote.store, remote.word, names, history, read_run_info(run).id)
 
 
 def execute(run: RunDir, remotes: Sequence[Remote], found: Survey, progress: Progress | None = None) -> Done:
