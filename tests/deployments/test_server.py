@@ -18,7 +18,7 @@ from perdure.deployments import server
 from perdure.deployments.server import LocalServer, ServerFailed, ServerHome, ServerRecord, acquire, is_ready, read_record
 from perdure.training.process import ProcessId, identify, start_time
 
-PATIENCE_SECS = 60.0
+PATIENCE_SECS = 180.0
 
 
 def wait_until(true: Callable[[], bool], what: str) -> None:
