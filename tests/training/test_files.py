@@ -1,8 +1,10 @@
 """The door to the disk: a file is there whole, or not at all; a fail point before every call; torn lines are passed over."""
 
 import errno
+import fcntl
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -106,26 +108,48 @@ def together(code: str, *arguments: Sequence[object]) -> list[bytes]:
     return answers
 
 
-@pytest.mark.parametrize("most", [0, 1, 7, 1000])
-def test_parts_written_at_once_are_those_parts_however_few_bytes_the_kernel_takes(
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 8 << 20, (8 << 20) + 5, (17 << 20) + 4096])
+@pytest.mark.parametrize("refused", ["", "open", "write"])
+def test_a_pack_is_its_parts_back_to_back_whatever_the_file_system_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refused: str
+) -> None:
+    really_open, really_write, direct = os.open, os.write, []
+
+    def opening(path: Path, flags: int, mode: int = 0o777) -> int:
+        if refused == "open" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct writes here", str(path))
+        return really_open(path, flags, mode)
+
+    def writing(fd: int, data: memoryview) -> int:
+        direct.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        if refused == "write" and direct[-1]:
+            raise OSError(errno.EINVAL, "blocks of this disk are larger")
+        return really_write(fd, data)
+
+    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(os, "write", writing)
+    content = random.Random(0).randbytes(size)
+    with files.PackFile(tmp_path / "f") as new:
+        for start in range(0, size, 3_000_001):
+            new.write(memoryview(content)[start : start + 3_000_001])
+            new.write(b"")
+        assert new.size == size
+        new.commit()
+    assert (tmp_path / "f").read_bytes() == content
+    assert any(direct) is (size >= 4096 and refused != "open")
+
+
+@pytest.mark.parametrize("most", [1, 4096, 5000])
+def test_a_pack_is_whole_however_few_bytes_the_kernel_takes_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    writev = os.writev
-
-    def some(fd: int, parts: Sequence[memoryview]) -> int:
-        """As on a disk that is nearly full, or when a signal comes."""
-        first = next((part for part in parts if len(part)), memoryview(b""))
-        return writev(fd, [first[:most]]) if most else writev(fd, parts)
-
-    monkeypatch.setattr(os, "writev", some)
-    parts: list[bytes | memoryview] = [bytes([number % 251]) * (number % 5) for number in range(3000)]
-    parts += [b"", memoryview(b"0123456789" * 500), b"x", b""]
-    with files.NewFile(tmp_path / "f") as new:
-        new.write_parts(parts)
-        new.write_parts([])
-        assert new.size == sum(map(len, parts))
+    really = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: really(fd, data[:most] if len(data) > 1 << 14 else data))
+    content = os.urandom(60_000)
+    with files.PackFile(tmp_path / "f") as new:
+        new.write(content)
         new.commit()
-    assert (tmp_path / "f").read_bytes() == b"".join(parts)
+    assert (tmp_path / "f").read_bytes() == content
 
 
 def test_of_eight_racing_processes_exactly_one_creates_the_file(tmp_path: Path) -> None:

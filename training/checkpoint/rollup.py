@@ -68,7 +68,7 @@ class _Rollup:
 
     def _write_rank(self, rank: int) -> tuple[FileRecord, FileRecord]:
         path, index, offset = self._folder / rank_pack(rank, rolled_up=True), [], 0
-        with files.NewFile(path) as new:
+        with files.PackFile(path) as new:
             for entry in self._reader.rank_entries(rank).values():
                 blobs = []
                 for blob, stored in self._blobs(entry, rank):

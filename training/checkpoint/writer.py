@@ -30,9 +30,6 @@ from perdure.training.errors import CheckpointDamaged
 from perdure.training.run_dir import CheckpointName, RunDir, rank_index, rank_pack
 from perdure.training.slots import About, Entry
 
-_GATHER = 4 << 20
-"""Stored bytes gathered before they are written."""
-
 
 class SnapshotSource(Protocol):
     """One rank's snapshot; `slots.Snapshot` is one."""
@@ -95,17 +92,13 @@ def _make_folder(folder: Path) -> None:
 
 def _write_pack(folder: Path, rank: int, snapshot: SnapshotSource, way: _Way) -> tuple[FileRecord, list[IndexEntry]]:
     leaves = _leaves(snapshot, rank, way)
-    waiting: list[Any] = []  # Any: bytes or uint8 arrays
-    offset = gathered = 0
-    with files.NewFile(folder / rank_pack(rank)) as new:
+    offset = 0
+    with files.PackFile(folder / rank_pack(rank)) as new:
         for job, done in Encoder(way.encoding, way.base, rank).run(leaves, way.threads):
             job.leaf.blobs.append(Blob(offset, done.size, len(job.raw), done.xxh, done.digest, done.layout))
-            waiting += done.parts
-            offset, gathered = offset + done.size, gathered + done.size
-            if gathered >= _GATHER:
-                _flush(new, waiting)
-                gathered = 0
-        _flush(new, waiting)
+            for part in done.parts:
+                new.write(part)
+            offset += done.size
         new.commit()
     index = [leaf.index_entry() for leaf in leaves]
     return FileRecord(name=rank_pack(rank), bytes=offset, digest=blobs_digest(index)), index
@@ -118,15 +111,6 @@ def _leaves(snapshot: SnapshotSource, rank: int, way: _Way) -> list[Leaf]:
     for leaf in leaves if derived else ():
         leaf.derived = derived.get(leaf.entry.path)
     return leaves
-
-
-def _flush(new: files.NewFile, waiting: list[Any]) -> None:  # Any: bytes or uint8 arrays
-    """Write what was gathered, and have the kernel begin with it: the final fsync then has little to wait for."""
-    before = new.size
-    if waiting:
-        new.write_parts(waiting)
-        new.start_writeback(before, new.size - before)
-        waiting.clear()
 
 
 def _write_index(folder: Path, rank: int, index: list[IndexEntry], pack: FileRecord) -> FileRecord:
