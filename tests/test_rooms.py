@@ -52,7 +52,7 @@ def imported_by(names: list[str]) -> set[str]:
     ids=lambda value: "+".join(sorted(value)),
 )
 def test_room_imports_only_what_it_may(rooms: tuple[str, ...], absent: set[str]) -> None:
-    lazy = {f"perdure.training.storage.{name}" for name in ("s3", "s3_upload", "s3_errors", "s3_lane")}
+    lazy = {f"perdure.training.storage.{name}" for name in ("s3", "s3_upload", "s3_errors", "s3_lane", "s3_cold")}
     assert not imported_by([name for name in modules(*rooms) if name not in lazy]) & absent
 
 
@@ -117,6 +117,7 @@ def test_exit_codes_of_readme_are_those_of_the_classes() -> None:
         (errors.DiskFull, "disk is full"),
         (errors.NotReplicated, "only pushes"),
         (errors.DrillFailed, "a drill failed"),
+        (errors.NeedsThaw, "thawed first"),
         (errors.Stopped, "same command goes on"),
     ],
 )

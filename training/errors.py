@@ -65,6 +65,16 @@ class ObjectTooLarge(StoreError):
         super().__init__(message, retryable=False)
 
 
+class NeedsThaw(StoreError):
+    """A copy lies in a storage class that has to be thawed before it is read."""
+
+    exit_code = 12
+    hint = "ask the store for it (restore-object); hours later the same command goes on"
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message, retryable=False, hint=hint)
+
+
 class StoreConflict(StoreError):
     """A conditional write lost, or the store belongs to another run."""
 

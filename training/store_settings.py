@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 MAX_TAGS = 10
+NEED_THAW = ("GLACIER", "DEEP_ARCHIVE")
+"""Storage classes of S3 that cannot be read as they are."""
 _KEY_ID = re.compile(r"[\w:/.-]{1,2048}", re.ASCII)
 _TAG = re.compile(r"[\w +=.:/@-]*", re.ASCII)
 
@@ -21,6 +23,8 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """S3 request checksums; auto: always on AWS, only when required on another endpoint."""
     part_mib: int = 16
     """MiB of one part of a multipart transfer."""
+    storage_class: str = ""
+    """S3 storage class of packs and indexes; what is small stays in the standard one. Empty: all of it."""
     sse: Literal["", "AES256", "aws:kms"] = ""
     """Server-side encryption that every write asks for; empty: what the bucket does by default."""
     sse_kms_key: str = ""
@@ -38,8 +42,16 @@ def wrong_store(settings: StoreSettings, url: str, name: str) -> Iterator[tuple[
         yield f"{name}.endpoint_url holds a user name or password", "credentials come from the environment (docs/stores.md)"
     elif not re.fullmatch(r"(https?://[^\s/]\S*)?", endpoint):
         yield f"{name}.endpoint_url = {endpoint!r} is not a URL", "write for example http://host:9000, or leave it out for AWS"
+    yield from _wrong_class(settings, url, name)
     yield from _wrong_encryption(settings, url, name)
     yield from _wrong_tags(settings.tags, f"{name}.tags")
+
+
+def _wrong_class(settings: StoreSettings, url: str, name: str) -> Iterator[tuple[str, str]]:
+    if settings.storage_class and not re.fullmatch(r"[A-Z][A-Z_]{0,63}", settings.storage_class):
+        yield f"{name}.storage_class = {settings.storage_class!r} is no storage class", "write for example DEEP_ARCHIVE"
+    if settings.storage_class and url and not url.startswith("s3:"):
+        yield f"{name}.storage_class is set, but {name}.url = {url!r} is a folder", "leave it out: only S3 has classes"
 
 
 def _wrong_encryption(settings: StoreSettings, url: str, name: str) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from perdure.training.errors import ConfigError
 from perdure.training.retention_settings import RetentionSection, wrong_retention
-from perdure.training.store_settings import StoreSettings, wrong_store
+from perdure.training.store_settings import NEED_THAW, StoreSettings, wrong_store
 
 RESERVED = ("local", "store")
 """Names of the two places that are no tier."""
@@ -39,6 +39,11 @@ class TierSection(StoreSection, frozen=True, kw_only=True):
 def wrong_places(store: StoreSection, tiers: Mapping[str, TierSection]) -> Iterator[tuple[str, str]]:
     """Each setting of the places for copies that cannot be, with what to do."""
     yield from _wrong_place(store, "store")
+    if store.storage_class in NEED_THAW:
+        yield (
+            f"store.storage_class = {store.storage_class!r} has to be thawed for hours before a run can go on from it",
+            "make that place a tier: [tiers.NAME]",
+        )
     for name, tier in tiers.items():
         if not _NAME.fullmatch(name) or name in RESERVED:
             yield f"tiers.{name} cannot be a tier's name", "use small letters, digits, _ and -; not local, not store"

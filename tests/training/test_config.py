@@ -115,6 +115,8 @@ WRONG = {
     "store.url=runs/x": "lie in one another",
     "store.url=runs/x/copies": "lie in one another",
     "store.url=.": "lie in one another",
+    "store.storage_class=GLACIER": "store.storage_class = 'GLACIER' has to be thawed for hours",
+    "store.storage_class=cold": "store.storage_class = 'cold' is no storage class",
     "store.part_mib=4": "store.part_mib = 4 is out of range",
     "store.endpoint_url=localhost:9000": "store.endpoint_url = 'localhost:9000' is not a URL",
     # launch

@@ -24,6 +24,8 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
     """good or damaged."""
     damage: tuple[str, ...] = ()
     location: str = ""
+    storage_class: str = ""
+    """Where it was moved once it was proven; it has to be thawed before it is read again. Empty: it can be read."""
 
 
 def read_fact(run: RunDir, name: CheckpointName, copy: str) -> Fact | None:

@@ -29,6 +29,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     addressing: Literal["auto", "path", "virtual"] = "auto"
     checksums: Literal["auto", "always", "when_required"] = "auto"
     part_mib: int = 16
+    storage_class: str = ""
     sse: Literal["", "AES256", "aws:kms"] = ""
     sse_kms_key: str = ""
     tags: dict[str, str] = {}

@@ -50,6 +50,8 @@ def _explained(what: str, path: Path) -> Iterator[None]:
 class FolderStore:
     """`file:///folder`."""
 
+    cold = None
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = root.as_uri()

@@ -18,6 +18,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 from perdure.training import files
 from perdure.training.errors import ObjectNotFound, ObjectTooLarge, StoreError
 from perdure.training.storage import s3_errors
+from perdure.training.storage.cold import ColdStore
+from perdure.training.storage.s3_cold import S3Cold
 from perdure.training.storage.s3_lane import Lane
 from perdure.training.storage.s3_upload import Upload
 from perdure.training.storage.store import (
@@ -30,6 +32,7 @@ from perdure.training.storage.store import (
     Watch,
     check_key,
 )
+from perdure.training.store_settings import NEED_THAW
 
 CONNECTIONS = 32
 ATTEMPTS = 4
@@ -144,9 +147,22 @@ class S3Store:
     def full_key(self, key: str) -> str:
         return self._prefix + check_key(key)
 
+    @property
+    def cold(self) -> ColdStore:
+        return S3Cold(self, self._settings.storage_class, self._on_write)
+
+    @property
+    def file_class(self) -> dict[str, str]:
+        """The class that a file is put in; one that has to be thawed comes after the proof (s3_cold.py)."""
+        wanted = self._settings.storage_class
+        return {"StorageClass": wanted} if wanted and wanted not in NEED_THAW else {}
+
     # writing
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
-        arguments: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
+        return self._put(key, data, {"IfNoneMatch": "*"} if if_absent else {})
+
+    def _put(self, key: str, data: bytes, arguments: Mapping[str, str]) -> bool:
+        if_absent = "IfNoneMatch" in arguments
         for attempt in range(ATTEMPTS):
             try:
                 self._check_encrypted(key, self.write("put_object", key, Body=data, **arguments))
@@ -186,8 +202,8 @@ class S3Store:
         data = path.read_bytes()
         if watch:
             watch(data)
-        if self._on_write or self.send(key, data) is None:
-            self.put(key, data)
+        if self._on_write or self.file_class or self.send(key, data) is None:
+            self._put(key, data, self.file_class)
         if progress:
             progress(size)
 

@@ -9,7 +9,7 @@ from typing import Any
 from botocore import exceptions as boto
 from botocore.exceptions import BotoCoreError, ClientError
 
-from perdure.training.errors import ObjectNotFound, StoreError
+from perdure.training.errors import NeedsThaw, ObjectNotFound, StoreError
 from perdure.training.store_settings import StoreSettings
 
 _KEYS = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) on this machine"
@@ -41,7 +41,7 @@ _RETRYABLE = {
     "Throttling",
     "SlowDown",
 }
-_NEW = ("PutObject", "CreateMultipartUpload")
+_NEW = ("PutObject", "CreateMultipartUpload", "CopyObject")
 _WRITES = (*_NEW, "UploadPart", "CompleteMultipartUpload")
 _UNCONFIGURED = (
     boto.NoCredentialsError,
@@ -93,7 +93,9 @@ def credentials_explained(where: str) -> Iterator[None]:
 
 def _asked_for(error: ClientError, settings: StoreSettings) -> list[str]:
     """Settings that this request carried, or the upload it is part of, and that not every server knows."""
-    tags = ["store.tags"] if settings.tags and error.operation_name in _NEW else []
+    new = error.operation_name in _NEW
+    tags = ["store.tags"] if settings.tags and new else []
+    tags += [f'storage_class = "{settings.storage_class}"'] if settings.storage_class and new else []
     return tags + ([f'store.sse = "{settings.sse}"'] if settings.sse and error.operation_name in _WRITES else [])
 
 
@@ -108,6 +110,11 @@ def from_answer(error: ClientError, where: str, endpoint: str, *, checksums: boo
         skew = _clock_difference(error)
         said += f"; this machine's clock differs by {abs(skew):.0f} s from the server's" if skew is not None else ""
         return StoreError(said, retryable=False, hint="set the clock (NTP)")
+    if code == "InvalidObjectState":
+        return NeedsThaw(f"{where} lies in a storage class that has to be thawed before it can be read")
+    if code == "InvalidStorageClass":
+        hint = f'{endpoint} has no class "{settings.storage_class}": correct storage_class'
+        return StoreError(said, retryable=False, hint=hint)
     asked = _asked_for(error, settings)
     if code.startswith("KMS.") or (settings.sse == "aws:kms" and "kms:" in message):
         return StoreError(said, retryable=False, hint="correct store.sse_kms_key, or let this key use it (docs/stores.md)")

@@ -133,7 +133,8 @@ class Upload:
     def _create(self) -> str:
         checksum = {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"} if self._store.checksums else {}
         try:
-            return str(self._store.write("create_multipart_upload", self._key, **checksum)["UploadId"])
+            answer = self._store.write("create_multipart_upload", self._key, **self._store.file_class, **checksum)
+            return str(answer["UploadId"])
         except ClientError as error:
             raise self._store.explain(error, self._key) from error
 

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from perdure.training import files
 from perdure.training.errors import ConfigError, StoreError
+from perdure.training.storage.cold import ColdStore
 from perdure.training.store_settings import StoreSettings as StoreSettings
 
 MAX_KEY = 900
@@ -47,6 +48,11 @@ class ObjectStore(Protocol):
 
     @property
     def url(self) -> str: ...
+
+    @property
+    def cold(self) -> ColdStore | None:
+        """For classes that have to be thawed; None where there are none."""
+        ...
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
         """Store a small object. With `if_absent`, False (and nothing changed) when there is one already."""

@@ -75,6 +75,8 @@ class _Push:
     ) -> None:
         self._run, self._store, self._name, self._place = run, store, name, place
         self._progress, self._should_stop = progress, should_stop
+        self._class = ""
+        """Where the files of the checkpoint under way were moved."""
         self._done = self._total = 0
         self._counting = threading.Lock()
 
@@ -92,6 +94,7 @@ class _Push:
         return fact
 
     def _put(self, reader: CheckpointReader) -> Fact:
+        self._class = ""
         there = self._stored_manifest(reader)
         if there is not None and manifest.is_rolled_up(there, reader.manifest):
             self._prove_rolled_up(there)
@@ -164,9 +167,25 @@ class _Push:
         record = file.record
         key = RunDir.checkpoint_key(reader.manifest.name, record.name)
         proof = Proof(record, None if file.part else reader.rank_entries(file.rank))
+        if there.get(key) == record.bytes and (settled := self._settled_in(reader, record, key)):
+            self._class = settled
+            self._count(2 * record.bytes)
+            return
         if there.get(key) == record.bytes and proof.stored(self._store, key, self._count_read):  # an earlier push got this far
             self._count(record.bytes)
-            return
+        else:
+            self._send_and_prove(reader, file, proof, key)
+        if self._store.cold is not None:
+            self._class = self._store.cold.settle(key, record.digest)
+
+    def _settled_in(self, reader: CheckpointReader, record: FileRecord, key: str) -> str:
+        """The class it was moved to by an earlier push that proved it; "" also where it was found damaged since."""
+        fact = facts.read_fact(self._run, reader.manifest.name, self._place)
+        if self._store.cold is None or (fact is not None and fact.result != "good"):
+            return ""
+        return self._store.cold.settled_in(key, record.digest)
+
+    def _send_and_prove(self, reader: CheckpointReader, file: _File, proof: Proof, key: str) -> None:
         self._send(reader, file, proof, key)
         if not proof.stored(self._store, key, self._count_read):
             raise StoreError(
@@ -224,7 +243,9 @@ class _Push:
         return self._store.get(key, limit=len(data)) == data
 
     def _record(self, name: CheckpointName) -> Fact:
-        fact = Fact(copy=self._place, checked_at=time.time(), result="good", location=self._store.url)
+        fact = Fact(
+            copy=self._place, checked_at=time.time(), result="good", location=self._store.url, storage_class=self._class
+        )
         self._store.put(RunDir.checkpoint_key(name, CHECK_KEY), msgspec.json.encode(fact))
         facts.write_fact(self._run, name, fact)
         return fact
