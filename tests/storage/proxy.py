@@ -17,6 +17,8 @@ class Seen:
     path: str
     headers: dict[str, str]
     status: int = 0
+    answered: int = 0
+    """Bytes of the body that was sent back."""
 
     @property
     def operation(self) -> str:
@@ -75,7 +77,7 @@ class Proxy:
                 if reply.lose_answer:
                     self.close_connection = True
                     return
-                self._answer(status, {**headers, **reply.answer_headers}, data, reply)
+                self._answer(seen, {**headers, **reply.answer_headers}, data, reply)
 
             def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
                 connection = http.client.HTTPConnection(host, timeout=30)
@@ -89,21 +91,23 @@ class Proxy:
                 connection.close()
                 return response.status, headers, data
 
-            def _answer(self, status: int, headers: dict[str, str], data: bytes, reply: Reply) -> None:
+            def _answer(self, seen: Seen, headers: dict[str, str], data: bytes, reply: Reply) -> None:
                 if reply.flip_answer:
                     data = _flip(data)
                 if self.command != "HEAD":
                     headers = {k: v for k, v in headers.items() if k.lower() != "content-length"}
                     headers["Content-Length"] = str(len(data))
                 names = {name.lower() for name in headers}
-                self.send_response_only(status)
+                self.send_response_only(seen.status)
                 for name, value in headers.items():
                     self.send_header(name, value)
                 if "date" not in names:
                     self.send_header("Date", self.date_time_string())
                 self.end_headers()
                 if self.command != "HEAD":
-                    self.wfile.write(data[: len(data) // 2] if reply.cut_answer else data)
+                    sent = data[: len(data) // 2] if reply.cut_answer else data
+                    seen.answered = len(sent)
+                    self.wfile.write(sent)
                 if reply.cut_answer:
                     self.close_connection = True
 
@@ -121,6 +125,11 @@ class Proxy:
 
     def operations(self) -> list[str]:
         return [seen.operation for seen in self.log]
+
+    def fetched(self, ending: str) -> int:
+        """Bytes of objects so named that were sent back."""
+        gets = (seen for seen in self.log if seen.operation == "get" and urlsplit(seen.path).path.endswith(ending))
+        return sum(seen.answered for seen in gets)
 
 
 @contextmanager

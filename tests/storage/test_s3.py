@@ -169,6 +169,25 @@ def test_busy_answers_are_retried_until_they_work(open_s3: OpenS3, s3_keys: Any,
     assert back == big.read_bytes()
 
 
+def test_where_the_quick_lane_is_refused_boto3_goes_on_alone(open_s3: OpenS3, s3_keys: Any, big: Path, tmp_path: Path) -> None:
+    """A server may want every body signed; a lost request says nothing about it."""
+    small = tmp_path / "small"
+    small.write_bytes(b"x" * 1000)
+    unsigned = lambda seen: seen.headers.get("x-amz-content-sha256") == "UNSIGNED-PAYLOAD"  # noqa: E731
+    with proxy_to(s3_keys.endpoint, times(2, unsigned, Reply(503, "SlowDown"))) as proxy:
+        store = open_s3(endpoint=proxy.endpoint)
+        store.put_file("small", small)
+        assert store.get("small", limit=1000) == small.read_bytes()
+        proxy.log.clear()
+        store.put_file("small", small)
+        assert [unsigned(seen) for seen in proxy.log] == [True]
+        proxy.rule = lambda seen: Reply(400, "InvalidRequest") if unsigned(seen) else None
+        for key, path in (("small", small), ("big", big)):
+            store.put_file(key, path)
+            assert read_back(store, key, path.stat().st_size) == path.read_bytes()
+        assert [unsigned(seen) for seen in proxy.log].count(True) == 2
+
+
 def test_an_endless_503_is_a_retryable_error_and_keeps_the_parts(open_s3: OpenS3, s3_keys: Any, big: Path) -> None:
     with proxy_to(s3_keys.endpoint, lambda seen: Reply(503, "SlowDown") if "partNumber=3" in seen.path else None) as proxy:
         store = open_s3(endpoint=proxy.endpoint)

@@ -31,10 +31,18 @@ def contents(run: RunDir, name: CheckpointName) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in run.checkpoint(name).iterdir() if not path.name.startswith("check-")}
 
 
+def bytes_read() -> int:
+    """From files, by all threads of this process so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def test_what_was_pushed_is_pulled_byte_for_byte(store: ObjectStore, made: MadeRun, elsewhere: RunDir) -> None:
     name = made.commit(100, 1, pack=11 << 20, ranks=2)
     seen: list[tuple[int, int]] = []
+    before = bytes_read()
     fact = push(made.dir, store, name, progress=lambda done, total: seen.append((done, total)))
+    times = (bytes_read() - before) / manifest.read(made.dir.checkpoint(name)).stored_bytes
+    assert 1 <= times - store.url.startswith("file:") < 1.2  # each local file once; a folder store's are files too
     assert (fact.copy, fact.result, fact.location) == ("store", "good", store.url)
     assert seen[-1][0] == seen[-1][1] == 2 * manifest.read(made.dir.checkpoint(name)).stored_bytes > 44 << 20
     assert facts.trust(made.dir, name) == "replicated"

@@ -1,9 +1,13 @@
 """Wrong bytes in the store or on the way are found by reading back, before a manifest vouches for them."""
 
+import os
+import time
 from collections.abc import Callable
+from email.utils import formatdate
 from typing import Any
 
 import pytest
+from storage.proxy import Reply, proxy_to
 
 from perdure.training.errors import StoreError
 from perdure.training.run_dir import RunDir
@@ -46,6 +50,30 @@ def test_a_key_that_may_not_delete_is_enough_to_push(
     push(made.dir, store, name)
     prefix = store.url.removeprefix("s3://ckpt/")
     assert pull(open_s3(prefix=prefix, keys=s3_keys.read_only), elsewhere) == name
+
+
+def test_push_sweeps_uploads_that_nobody_came_back_to_for_a_week(
+    open_s3: Callable[..., Any], s3_keys: Any, made: MadeRun
+) -> None:
+    days, name = [0], made.commit(100, 1)
+    later = lambda seen: Reply(answer_headers={"Date": formatdate(time.time() + days[0] * 86400, usegmt=True)})  # noqa: E731
+    with proxy_to(s3_keys.endpoint, later) as proxy:
+        store = open_s3(endpoint=proxy.endpoint)
+        for key in ("checkpoints/old/rank-00000.pack", "elsewhere"):
+            store.raw("create_multipart_upload", key, Key=store.full_key(key))
+        for days[0], left in ((6, {"checkpoints/old/rank-00000.pack", "elsewhere"}), (8, {"elsewhere"})):
+            push(made.dir, store, name)
+            assert {upload.key for upload in store.list_uploads("")} == left
+
+
+def test_push_sweeps_copies_that_nobody_came_back_to_for_a_week(folder_store: FolderStore, made: MadeRun) -> None:
+    name, cut = made.commit(100, 1), folder_store.root / "checkpoints/.rank-00000.pack.1-00000000.tmp"
+    cut.parent.mkdir(parents=True)
+    cut.write_bytes(b"half")
+    for days, left in ((6, True), (8, False)):
+        os.utime(cut, (time.time() - days * 86400,) * 2)
+        push(made.dir, folder_store, name)
+        assert cut.exists() == left
 
 
 def test_odd_paths_make_no_difference(make_run: Callable[..., MadeRun], tmp_path: Any) -> None:

@@ -25,7 +25,7 @@ MadeRun = Any
 def push_killed_at(call: int, store: ObjectStore, run: RunDir, name: CheckpointName) -> int:
     """Exit status of a push that dies before its `call`-th call; 0 when it makes fewer."""
     settings = json.dumps(msgspec.structs.asdict(getattr(store, "_settings", StoreSettings())))
-    command = [sys.executable, str(Path(__file__).with_name("pusher.py")), store.url, settings, str(run.root), str(name)]
+    command = [sys.executable, str(Path(__file__).with_name("mover.py")), "push", store.url, settings, str(run.root), str(name)]
     done = subprocess.run(command, env={**os.environ, "PERDURE_FAIL": f"push:kill:{call}"}, capture_output=True)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
     return done.returncode
