@@ -1,23 +1,31 @@
-"""`perdure pull`: bring a run back from its store to a machine that has nothing but the URL."""
+"""`perdure pull`: bring a run back from its store, or the other places of its run.toml, to a machine that has nothing else."""
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perdure.cli import render
 from perdure.cli.target import open_store
 from perdure.training.agent.lock import RunLock
-from perdure.training.checkpoint import lineage
+from perdure.training.checkpoint import facts, lineage
+from perdure.training.config import load_config
 from perdure.training.errors import CheckpointNotFound, ConfigError
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.store_settings import StoreSettings
+
+if TYPE_CHECKING:
+    from perdure.training.travel.copies import Stored
 
 _OF_A_PULL = ("lock", "events.jsonl", "launches", "checkpoints")
 """What a pull that died may have left."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="the run's store: s3://bucket/prefix, or file:///folder")
-    parser.add_argument("dir", metavar="DIR", help="run directory to fill; new, empty, or of the same run")
+    parser.add_argument(
+        "url", metavar="URL", help="the run's store: s3://bucket/prefix, or file:///folder; or a run.toml: its tiers and store"
+    )
+    parser.add_argument("dir", metavar="DIR", nargs="?", help="run directory to fill; new, empty, or of the same run")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting of the run.toml")
     parser.add_argument("--name", metavar="NAME", help="this checkpoint instead of the newest that verifies")
     parser.add_argument("--endpoint-url", default="", metavar="URL", help="S3 endpoint other than AWS")
     parser.add_argument("--region", default="", help="S3 region")
@@ -26,33 +34,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from perdure.training.travel.pull import pull, remote_checkpoints
+    from perdure.training.travel.pull import pull_from
 
     for metavar, text in (("URL", args.url), ("DIR", args.dir)):
-        if not text.strip():
+        if text is not None and not text.strip():
             raise ConfigError(f"{metavar} is empty", "see `perdure pull --help`")
-    store = open_store(
-        _absolute(args.url),
-        StoreSettings(endpoint_url=args.endpoint_url, region=args.region, addressing=args.addressing),
-    )
+    places, run_dir = _places(args)
     wanted = _parse(args.name)
     if args.dry_run:
-        names = [str(name) for name in remote_checkpoints(store)]
-        if args.json:
-            render.print_json({"url": store.url, "checkpoints": names, "dry_run": True})
-        else:
-            print("\n".join(names) if names else f"{store.url} has no checkpoint")
-        return 0
-    run_dir = RunDir(Path(args.dir).absolute())
+        return _list(args, places)
     _check_free(run_dir)
-    with RunLock.acquire(run_dir, orphan_wait=0), render.Progress(store.url, 0, quiet=args.json) as progress:
-        name = pull(store, run_dir, name=wanted, progress=progress.at)
+    with RunLock.acquire(run_dir, orphan_wait=0), render.Progress("pull", 0, quiet=args.json) as progress:
+        name, place = pull_from(places, run_dir, name=wanted, progress=progress.at)
+    launches = len(lineage.read_launches(run_dir))
     if args.json:
-        render.print_json({"url": store.url, "run_dir": str(run_dir.root), "name": str(name), "step": name.step})
+        answer = {"url": place.store.url, "place": place.word, "run_dir": str(run_dir.root), "name": str(name)}
+        render.print_json({**answer, "step": name.step})
     else:
-        print(
-            f"pulled checkpoint {name} of {store.url} into {run_dir.root}, {len(lineage.read_launches(run_dir))} launch records"
-        )
+        print(f"pulled checkpoint {name} of {place.store.url} into {run_dir.root}, {launches} launch records")
+    return 0
+
+
+def _places(args: argparse.Namespace) -> "tuple[list[Stored], RunDir]":
+    """Where to read, in order, and what to fill."""
+    from perdure.training.travel.copies import Stored
+    from perdure.training.travel.places import remotes_of
+
+    if args.url.endswith(".toml") and "://" not in args.url:
+        config = load_config(Path(args.url).absolute(), args.set)
+        places = [Stored(remote.store, remote.word) for remote in remotes_of(config)]
+        if not places:
+            raise ConfigError(f"{config.path} names no store and no tier", "set store.url, or name a URL")
+        return places, RunDir(Path(args.dir).absolute() if args.dir else config.run_dir)
+    if args.dir is None:
+        raise ConfigError("DIR is missing", "a URL needs the folder that is to be filled: `perdure pull URL DIR`")
+    if args.set:
+        raise ConfigError(f"--set {args.set[0]}: {args.url} is no run.toml", "--set needs a run.toml")
+    settings = StoreSettings(endpoint_url=args.endpoint_url, region=args.region, addressing=args.addressing)
+    return [Stored(open_store(_absolute(args.url), settings), facts.STORE)], RunDir(Path(args.dir).absolute())
+
+
+def _list(args: argparse.Namespace, places: "list[Stored]") -> int:
+    from perdure.training.travel.contents import remote_checkpoints
+
+    held = [(place, [str(name) for name in remote_checkpoints(place.store)]) for place in places]
+    if args.json:
+        every = sorted({name for _, names in held for name in names})
+        by_place = {place.word: names for place, names in held}
+        render.print_json({"url": places[0].store.url, "checkpoints": every, "places": by_place, "dry_run": True})
+        return 0
+    for place, names in held:
+        if len(held) > 1:
+            print(f"{place.word} ({place.store.url}):")
+        print("\n".join(names) if names else f"{place.store.url} has no checkpoint")
     return 0
 
 

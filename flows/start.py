@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 from perdure.tasks.verify import prove
 from perdure.training import events, files
-from perdure.training.checkpoint import catalog, manifest
+from perdure.training.checkpoint import catalog, facts, manifest
 from perdure.training.checkpoint.lineage import LaunchRecord
 from perdure.training.checkpoint.run_info import create_run_info, read_run_info
 from perdure.training.config import RunConfig, changed_settings
-from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, StoreConflict, StoreError
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
-from perdure.training.travel.fence import claim_run, remote_run_info, take_token
-from perdure.training.travel.pull import pull
+from perdure.training.travel.copies import Stored
+from perdure.training.travel.fence import claim_run, take_token
+from perdure.training.travel.places import remotes_of
+from perdure.training.travel.pull import pull_from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +46,13 @@ def open_run(config: RunConfig, store: ObjectStore | None, *, replan: bool) -> S
 
 
 def _adopt_or_create(config: RunConfig, run: RunDir, store: ObjectStore | None) -> None:
-    """A missing run directory with a store that knows the run is a lost node: bring back what the store has."""
-    if store is not None and store.size(RunDir.RUN_KEY) is not None:
-        held = remote_run_info(store)
-        if held.name != config.run.name:
-            raise StoreConflict(
-                f"{store.url} holds run {held.id}, whose name is {held.name!r}, not {config.run.name!r}",
-                "give this run a store.url of its own, or set run.name to go on with that one",
-            )
+    """A missing run directory with a place that knows the run is a lost node: bring back the newest there is."""
+    remotes = [remote for remote in remotes_of(config) if store is not None or remote.word != facts.STORE]
+    if remotes:
         try:
-            name = pull(store, run)
-            events.record(run, "notice", text=f"run directory was empty: brought back checkpoint {name} from {store.url}")
+            name, place = pull_from([Stored(one.store, one.word) for one in remotes], run, called=config.run.name)
+            text = f"run directory was empty: brought back checkpoint {name} from {place.store.url}"
+            events.record(run, "notice", text=text)
             return
         except CheckpointNotFound:
             if run.run_json.exists():

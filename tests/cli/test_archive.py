@@ -1,5 +1,6 @@
 """`archive` shows what the tiers lack and why, then fills them; nothing to do is said, a tier that is away is exit code 6."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ def test_the_plan_is_shown_then_done_and_ls_says_where_copies_are(made: Any, com
     assert (status["newest_archived_step"], status["places"]) == (40, {"store": None, "share": 40, "far": 40})
     again = command("archive", made.toml, *tiers)
     assert again.out == f"nothing to archive: the tiers of {made.run.root} have what they are to have\n"
+    shutil.rmtree(made.run.root)
+    listed = command("pull", made.toml, *tiers, "--dry-run")
+    assert listed.out.splitlines()[0] == f"share ({(tmp_path / 'share').as_uri()}):"
+    pulled = command("pull", made.toml, *tiers, "--json").json
+    assert (pulled["step"], pulled["place"], pulled["run_dir"]) == (40, "share", str(made.run.root))
+    assert command("ls", made.run.root, "--json").json["checkpoints"][0]["places"] == ["share"]
 
 
 def test_a_tier_that_is_away_is_said_and_the_others_are_filled(made: Any, command: Command, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The flow fills the tiers and tells Slack once; a dry run copies nothing; a tier that is away fails the flow run alone."""
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from snapshots import RUN_ID
 from upkeep_runs import launch, name, save
 
 from perdure.flows.archive import archive
+from perdure.flows.start import open_run
 from perdure.training import events
 from perdure.training.checkpoint import facts
 from perdure.training.checkpoint.run_info import RunInfo
@@ -52,4 +54,7 @@ def test_tiers_are_filled_and_told_once(tmp_path: Path, prefect_api: str, monkey
         notices = [event.data["text"] for event in events.read(run) if event.kind == "notice"]
         assert [text.split(" (")[0] for text in notices] == ["archived: 1 checkpoints", "archived: 2 checkpoints"]
         assert len(slack.replies) == 2
+    shutil.rmtree(run.root)
+    assert open_run(load_config(toml, SETTINGS), None, replan=True).resume == name(20), "a lost node, and no store"
+    assert facts.is_in(run, name(20), "share")
     assert CANARY not in run.events.read_text()

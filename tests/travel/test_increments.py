@@ -17,7 +17,8 @@ from perdure.training.errors import CheckpointDamaged, StoreConflict, StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.folder import FolderStore
 from perdure.training.storage.store import ObjectStore
-from perdure.training.travel.pull import pull, remote_checkpoints
+from perdure.training.travel.contents import remote_checkpoints
+from perdure.training.travel.pull import pull
 from perdure.training.travel.push import push
 
 MadeRun = Any

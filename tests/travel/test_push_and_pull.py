@@ -19,9 +19,10 @@ from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, DiskF
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.folder import FolderStore
 from perdure.training.storage.store import ObjectStore, TransferStopped
-from perdure.training.travel import pull as pulling
+from perdure.training.travel import copy_in
+from perdure.training.travel.contents import remote_checkpoints
 from perdure.training.travel.fence import claim_run
-from perdure.training.travel.pull import pull, remote_checkpoints
+from perdure.training.travel.pull import pull
 from perdure.training.travel.push import pending, push
 
 MadeRun = Any
@@ -312,7 +313,7 @@ def test_too_little_room_is_said_before_anything_is_fetched(
     folder_store: FolderStore, made: MadeRun, elsewhere: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     push(made.dir, folder_store, made.commit(100, 1))
-    monkeypatch.setattr(pulling, "SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(copy_in, "SPARE_BYTES", 1 << 60)
     with pytest.raises(DiskFull, match=r"needs 3\d{3} bytes, \d+ are free"):
         pull(folder_store, elsewhere)
     assert not elsewhere.run_json.exists()

@@ -12,7 +12,8 @@ from storage.proxy import Reply, proxy_to
 from perdure.training.errors import StoreError
 from perdure.training.run_dir import RunDir
 from perdure.training.storage.folder import FolderStore
-from perdure.training.travel.pull import pull, remote_checkpoints
+from perdure.training.travel.contents import remote_checkpoints
+from perdure.training.travel.pull import pull
 from perdure.training.travel.push import push
 
 MadeRun = Any

@@ -13,9 +13,10 @@ from perdure.training.config import RunConfig
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ObjectNotFound
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
+from perdure.training.travel.contents import remote_checkpoints
 from perdure.training.travel.copies import Stored, read_manifest
+from perdure.training.travel.copy_in import SPARE_BYTES
 from perdure.training.travel.fence import check_same_run, read_remote_launch, remote_run_info, remote_tokens
-from perdure.training.travel.pull import SPARE_BYTES, remote_checkpoints
 
 _SAVES = 5
 """Checkpoints that both continuations together leave in the folder, each at most as large as the state."""

@@ -1,5 +1,6 @@
 """What a place holds, from its listing and its small objects: the run it belongs to, launches, checkpoints. No pack is read."""
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -11,15 +12,15 @@ from perdure.training.checkpoint.lineage import LaunchRecord
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.run_info import RunInfo
 from perdure.training.errors import CheckpointDamaged, ObjectNotFound, ObjectTooLarge
-from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.parallel import in_order
 from perdure.training.storage.store import ObjectStore
 from perdure.training.travel.copies import Stored, read_manifest
 from perdure.training.travel.fence import read_remote_launch, remote_run_info, remote_tokens
-from perdure.training.travel.pull import remote_checkpoints
 from perdure.training.travel.push import CHECK_KEY
 
 WIDTH = 4
+_MANIFEST_KEY = re.compile(re.escape(RunDir.CHECKPOINTS_KEY) + r"([0-9]+-[0-9]+)/" + re.escape(MANIFEST))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +34,21 @@ class Contents:
     """Tokens whose launch records are damaged."""
 
 
+def remote_checkpoints(store: ObjectStore) -> list[CheckpointName]:
+    """Every committed checkpoint in the store, by step and token; in the lineage or not."""
+    matches = (_MANIFEST_KEY.fullmatch(item.key) for item in store.list(RunDir.CHECKPOINTS_KEY))
+    names = (CheckpointName.parse(match[1]) for match in matches if match)
+    return sorted(name for name in names if name is not None)
+
+
 def contents(store: ObjectStore) -> Contents:
     """Raises StoreError, StoreConflict when its run.json is none of ours."""
     try:
         info = remote_run_info(store)
     except ObjectNotFound:
         return Contents(info=None, launches={}, checkpoints=())
-    records = {token: read_remote_launch(store, token) for token in remote_tokens(store)}
+    tokens = remote_tokens(store)
+    records = dict(zip(tokens, in_order(lambda token: read_remote_launch(store, token), tokens, width=WIDTH), strict=True))
     known = {token: record for token, record in records.items() if record is not None and record.run == info.id}
     return Contents(
         info=info,

@@ -1,47 +1,32 @@
-"""Pull: bring a run back from nothing but its store: run.json, launch records, the newest checkpoint that proves good.
+"""Pull: bring a run back from nothing but the places of its copies: run.json, launch records, the newest good checkpoint.
 
-Everything in a store may be damaged or hostile: names, sizes and counts are checked before a byte is fetched or a file made.
 run.json is written last, so a pull that dies leaves no run that looks as if it had never been saved."""
 
 import logging
-import re
-import shutil
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from perdure.training import events, files
-from perdure.training.checkpoint import facts, manifest
-from perdure.training.checkpoint.facts import Fact
+from perdure.training.checkpoint import facts
 from perdure.training.checkpoint.lineage import LaunchRecord, create_launch, follow, read_launches
-from perdure.training.checkpoint.manifest import MAX_MANIFEST, Manifest
-from perdure.training.checkpoint.pack import MAX_STORED_INDEX, IndexEntry
-from perdure.training.checkpoint.reader import check_is_base, read_index
 from perdure.training.checkpoint.run_info import RunInfo, read_run_info
-from perdure.training.checkpoint.verify import verify_folder
-from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, DiskFull, ObjectNotFound, StoreConflict, StoreError
-from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
-from perdure.training.storage.parallel import by_size
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, StoreConflict, StoreError
+from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
-from perdure.training.travel.digest import Proof
-from perdure.training.travel.fence import check_same_run, read_remote_launch, remote_run_info, remote_tokens
-from perdure.training.travel.fetch import fetch
+from perdure.training.travel.contents import Contents, contents
+from perdure.training.travel.copies import Stored
+from perdure.training.travel.copy_in import CopyIn, PullProgress
+from perdure.training.travel.fence import check_same_run
 
 logger = logging.getLogger(__name__)
-SPARE_BYTES = 64 << 20
-_MANIFEST_KEY = re.compile(re.escape(RunDir.CHECKPOINTS_KEY) + r"([0-9]+-[0-9]+)/" + re.escape(MANIFEST))
-PullProgress = Callable[[int, int], None]
-_Ranks = list[Mapping[str, IndexEntry]]
-"""The leaves of each rank."""
 
 
-def remote_checkpoints(store: ObjectStore) -> list[CheckpointName]:
-    """Every committed checkpoint in the store, by step and token; in the lineage or not."""
-    matches = (_MANIFEST_KEY.fullmatch(item.key) for item in store.list(RunDir.CHECKPOINTS_KEY))
-    names = (CheckpointName.parse(match[1]) for match in matches if match)
-    return sorted(name for name in names if name is not None)
+class Pulled(NamedTuple):
+    name: CheckpointName
+    place: Stored
+    """Where it was read."""
 
 
 def pull(
@@ -52,178 +37,127 @@ def pull(
     place: str = facts.STORE,
     progress: PullProgress | None = None,
 ) -> CheckpointName:
-    """Bring `name`, or the newest good checkpoint of the lineage, into `run`; returns which. `place`: what the store is to the
-    run, `store` or the name of a tier.
+    """As `pull_from`, of one place; `place` is what the store is to the run, `store` or the name of a tier."""
+    return pull_from([Stored(store, place)], run, name=name, progress=progress).name
 
-    Damaged ones are reported and the one before is used. Raises CheckpointNotFound when the store has no run or the run no
-    checkpoint yet (run.json and launch records are then in place), CheckpointDamaged when none is good, StoreConflict when
-    `run` is another run, DiskFull before anything is fetched, StoreError."""
-    return _Pull(store, run, place, progress).run(name)
+
+def pull_from(
+    places: Sequence[Stored],
+    run: RunDir,
+    *,
+    name: CheckpointName | None = None,
+    called: str = "",
+    progress: PullProgress | None = None,
+) -> Pulled:
+    """Bring `name`, or the newest good checkpoint of the lineage, into `run`; each is read at the first of `places` that has a
+    good copy. Damaged ones are reported and the one before is used. `called`: the run must have this name.
+
+    A tier that cannot be looked at is reported and left out; the store is not, for what it holds may be newer than all else.
+    Raises CheckpointNotFound when no place has a run, or the run no checkpoint yet (run.json and launch records are then in
+    place), CheckpointDamaged when none is good, NeedsThaw when the one that is wanted lies frozen wherever it is, StoreConflict
+    when `run` is another run, DiskFull before anything is fetched, StoreError."""
+    return _Pull(places, run, called, progress).run(name)
 
 
 class _Pull:
-    def __init__(self, store: ObjectStore, run: RunDir, place: str, progress: PullProgress | None) -> None:
-        self._store, self._run, self._place, self._progress = store, run, place, progress
+    def __init__(self, places: Sequence[Stored], run: RunDir, called: str, progress: PullProgress | None) -> None:
+        self._places, self._run, self._called, self._progress = places, run, called, progress
         self._launches: dict[int, LaunchRecord] = {}
-        self._unreadable: list[int] = []
-        self._damaged: set[CheckpointName] = set()
-        self._done = 0
-        self._counting = threading.Lock()
+        self._there: list[tuple[Stored, Contents]] = []
+        self._where = ", ".join(place.store.url for place in places)
 
-    def run(self, name: CheckpointName | None) -> CheckpointName:
-        info = self._identify()
-        self._read_launches(info)
-        committed = remote_checkpoints(self._store)
+    def run(self, name: CheckpointName | None) -> Pulled:
+        info = self._look()
+        by_weight = sorted(self._there, key=lambda one: one[0].word != facts.STORE)
+        kept = [one for one in by_weight if self._adopt_launches(*one)]
+        self._there = [one for one in self._there if one in kept]
+        committed = sorted({found for _, there in self._there for found in there.checkpoints})
         candidates = follow(self._launches, committed) if name is None else [one for one in committed if one == name]
         if not candidates:
             self._nothing(info, name)
+        from_places = [(there, CopyIn(place, self._run, info.id, self._progress), place) for place, there in self._there]
         for candidate in candidates:
-            if self._good(candidate, info):
+            place = self._bring(
+                candidate, [(copy, where) for there, copy, where in from_places if candidate in there.checkpoints]
+            )
+            if place is not None:
                 self._write_run(info)
-                return candidate
+                return Pulled(candidate, place)
         tried = ", ".join(str(candidate) for candidate in candidates[:10])
         raise CheckpointDamaged(
-            f"{self._store.url}: no checkpoint is good (tried {tried})",
+            f"{self._where}: no checkpoint is good (tried {tried})",
             part="pack",
             hint="run `perdure push` where the run directory still exists",
         )
 
-    def _identify(self) -> RunInfo:
-        try:
-            info = remote_run_info(self._store)
-        except ObjectNotFound:
+    def _look(self) -> RunInfo:
+        """What each place holds; all of them the same run."""
+        failure: StoreError | None = None
+        for place in self._places:
+            try:
+                found = contents(place.store)
+            except StoreError as error:
+                if isinstance(error, StoreConflict) or place.word == facts.STORE or len(self._places) == 1:
+                    raise
+                failure = failure or error
+                self._report(f"the tier {place.word} is left out: {error}")
+                continue
+            if found.info is not None:
+                self._there.append((place, found))
+        if not self._there and failure is not None:
+            raise failure
+        if not self._there:
             raise CheckpointNotFound(
-                f"{self._store.url} holds no run (no {RunDir.RUN_KEY})", "check store.url; nothing was pushed there yet"
-            ) from None
-        if self._run.run_json.exists():
-            check_same_run(self._store, read_run_info(self._run).id, info.id)
-        return info
+                f"{self._where} holds no run (no {RunDir.RUN_KEY})", "check the URL; nothing was pushed there yet"
+            )
+        infos = [(place, found.info) for place, found in self._there if found.info is not None]
+        ours = read_run_info(self._run).id if self._run.run_json.exists() else infos[0][1].id
+        for place, info in infos:
+            check_same_run(place.store, ours, info.id)
+            if self._called and info.name != self._called:
+                raise StoreConflict(
+                    f"{place.store.url} holds run {info.id}, whose name is {info.name!r}, not {self._called!r}",
+                    "give this run a place of its own, or set run.name to go on with that one",
+                )
+        return infos[0][1]
 
-    def _read_launches(self, info: RunInfo) -> None:
-        for token in remote_tokens(self._store):
-            record = read_remote_launch(self._store, token)
-            if record is not None and record.run == info.id:
-                self._launches[token] = record
-            else:
-                self._unreadable.append(token)
-                self._report(f"launch record {token} in {self._store.url} is damaged and was passed over")
+    def _adopt_launches(self, place: Stored, found: Contents) -> bool:
+        """False for a place whose launches contradict those of a place before it."""
+        for token in found.unreadable:
+            self._report(f"launch record {token} in {place.store.url} is damaged and was passed over")
+        if any(self._launches.get(token, record).owner != record.owner for token, record in found.launches.items()):
+            self._report(f"{place.store.url} is left out: another machine's launches are recorded there")
+            return False
+        self._launches |= found.launches
+        return True
+
+    def _bring(self, name: CheckpointName, copies: Sequence[tuple[CopyIn, Stored]]) -> Stored | None:
+        """Where it was good; None where all copies are damaged. One that cannot be read now is no damage."""
+        failure: StoreError | None = None
+        for number, (copy, place) in enumerate(copies, start=1):
+            try:
+                problem = copy.bring(name)
+            except StoreConflict:
+                raise
+            except StoreError as error:
+                failure = failure or error
+                continue
+            if not problem:
+                return place
+            following = "another copy" if number < len(copies) else "the one before it"
+            self._report(f"checkpoint {name} in {place.store.url} is damaged: {problem}; using {following}")
+        if failure is not None:
+            raise failure
+        return None
 
     def _nothing(self, info: RunInfo, name: CheckpointName | None) -> None:
         if name is not None:
-            raise CheckpointNotFound(f"{self._store.url} holds no checkpoint {name}", "see `perdure ls`")
-        if self._unreadable:
-            raise CheckpointDamaged(f"{self._store.url}: launch records {self._unreadable[:10]} are damaged", part="launches")
+            raise CheckpointNotFound(f"{self._where} holds no checkpoint {name}", "see `perdure ls`")
+        unreadable = sorted({token for _, found in self._there for token in found.unreadable})
+        if unreadable:
+            raise CheckpointDamaged(f"{self._where}: launch records {unreadable[:10]} are damaged", part="launches")
         self._write_run(info)
-        raise CheckpointNotFound(f"{self._store.url} holds run {info.id}, but no checkpoint of it yet")
-
-    def _good(self, name: CheckpointName, info: RunInfo) -> bool:
-        """Fetch and prove one candidate, its base first."""
-        try:
-            wanted = [found := self._manifest(name, info)]
-            if self._is_full_here(found):
-                return True
-            if found.base_name is not None:
-                wanted.insert(0, self._base(found, found.base_name, info))
-            self._check_room(sum(record.bytes for one in wanted for record in one.files))
-            self._done, total = 0, sum(record.bytes for one in wanted for record in one.files)
-            base: _Ranks | None = None
-            for one in wanted:
-                base = self._fetch(one, total, base)
-            return True
-        except (CheckpointDamaged, ObjectNotFound) as error:
-            problem = str(error)
-        except StoreError as error:
-            if error.retryable or isinstance(error, StoreConflict) or error.hint:  # not about this one object
-                raise
-            problem = str(error)
-        self._report(f"checkpoint {name} in {self._store.url} is damaged: {problem}; using the one before it")
-        return False
-
-    def _is_full_here(self, increment: Manifest) -> bool:
-        """Rolled up here since it was pushed: the increment must not take its place, others may be written against that."""
-        folder = self._run.checkpoint(increment.name)
-        try:
-            here = manifest.read(folder)
-        except (CheckpointNotFound, CheckpointDamaged):
-            return False
-        return manifest.is_rolled_up(here, increment) and not verify_folder(folder, deep=False)
-
-    def _base(self, increment: Manifest, name: CheckpointName, info: RunInfo) -> Manifest:
-        if name in self._damaged:
-            raise CheckpointDamaged(f"its base {name} is damaged, as was found before", part="base")
-        try:
-            found = self._manifest(name, info)
-        except ObjectNotFound:
-            raise CheckpointDamaged(f"its base {name} is missing", part="base") from None
-        if problem := check_is_base(increment, found):
-            raise CheckpointDamaged(f"its base {name} {problem}", part="base")
-        return found
-
-    def _fetch(self, found: Manifest, total: int, base: _Ranks | None) -> _Ranks:
-        """Every file, proven; then the manifest. What turns out to be damaged leaves nothing behind."""
-        name, folder = found.name, self._run.checkpoint(found.name)
-        existed = folder.exists()
-        try:
-            files.make_dirs(folder)
-            leaves = self._fetch_files(found, total, base)
-        except (CheckpointDamaged, ObjectNotFound):
-            self._damaged.add(name)
-            if not existed:
-                files.remove_tree(folder)
-            raise
-        files.write_atomically(folder / MANIFEST, manifest.seal(found))
-        files.remove(self._run.fact(name, "local"))  # of the copy that was here before
-        fact = Fact(copy=self._place, checked_at=time.time(), result="good", location=self._store.url)
-        facts.write_fact(self._run, name, fact)
-        return leaves
-
-    def _fetch_files(self, found: Manifest, total: int, base: _Ranks | None) -> _Ranks:
-        """Indexes first: they say what the packs must hold."""
-        folder, leaves = self._run.checkpoint(found.name), []
-        packs, indexes = found.files[::2], found.files[1::2]
-        for index in indexes:
-            if index.bytes > MAX_STORED_INDEX:
-                raise CheckpointDamaged(f"{found.name}: {index.name} has {index.bytes} bytes, too many", part="index")
-        self._fetch_all(found.name, [Proof(index) for index in indexes], total)
-        for rank, index in enumerate(indexes):
-            known = base[rank] if base is not None and rank < len(base) else {} if base is not None else None
-            leaves.append(read_index(found, rank, (folder / index.name).read_bytes(), str(folder), known))
-        self._fetch_all(found.name, [Proof(pack, known) for pack, known in zip(packs, leaves, strict=True)], total)
-        files.fsync_dir(folder)
-        return leaves
-
-    def _fetch_all(self, name: CheckpointName, proofs: list[Proof], total: int) -> None:
-        def fetch_one(proof: Proof) -> None:
-            file = proof.record.name
-            key = RunDir.checkpoint_key(name, file)
-            fetch(self._store, key, self._run.checkpoint(name) / file, proof, lambda count: self._count(count, total))
-
-        by_size(fetch_one, proofs, lambda proof: proof.record.bytes)
-
-    def _manifest(self, name: CheckpointName, info: RunInfo) -> Manifest:
-        """Before anything is fetched: it is the one asked for, and its files are there with these sizes."""
-        key = RunDir.checkpoint_key(name, MANIFEST)
-        where = f"{self._store.url}/{key}"
-        found = manifest.parse(self._store.get(key, limit=MAX_MANIFEST), where)
-        if found.name != name or found.run != info.id:
-            raise CheckpointDamaged(f"{where} is of checkpoint {found.name} of run {found.run[:100]}", part="manifest")
-        there = {item.key: item.size for item in self._store.list(RunDir.checkpoint_key(name, ""))}
-        for record in found.files:
-            size = there.get(RunDir.checkpoint_key(name, record.name))
-            if size != record.bytes:
-                state = "missing" if size is None else f"{size} bytes long"
-                raise CheckpointDamaged(f"{where}: {record.name} should have {record.bytes} bytes and is {state}", part="pack")
-        return found
-
-    def _check_room(self, needed: int) -> None:
-        at = self._run.root
-        while not at.exists():
-            at = at.parent
-        free = shutil.disk_usage(at).free
-        if needed + SPARE_BYTES > free:
-            raise DiskFull(
-                f"{self._run.root}: the checkpoint needs {needed} bytes, {free} are free", "make room, then pull again"
-            )
+        raise CheckpointNotFound(f"{self._where} holds run {info.id}, but no checkpoint of it yet")
 
     def _write_run(self, info: RunInfo) -> None:
         """Launch records, then run.json; from here on this is the run."""
@@ -234,7 +168,7 @@ class _Pull:
                 create_launch(self._run, record)
             elif ours[token].owner != record.owner:
                 raise StoreConflict(
-                    f"{self._run.root}: launch {token} is {ours[token].host}'s here and {record.host}'s in {self._store.url}",
+                    f"{self._run.root}: launch {token} is {ours[token].host}'s here and {record.host}'s in {self._where}",
                     "pull into a new directory",
                 )
         files.create_exclusively(self._run.run_json, msgspec.json.encode(info))
@@ -243,9 +177,3 @@ class _Pull:
         logger.warning("%s", text)
         files.make_dirs(self._run.root)
         events.record(self._run, "notice", text=text[:2000])
-
-    def _count(self, count: int, total: int) -> None:
-        with self._counting:
-            self._done += count
-            if self._progress:
-                self._progress(self._done, total)

@@ -16,10 +16,9 @@ from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, Confi
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
 from perdure.training.travel import heal
-from perdure.training.travel.contents import read_remote_fact
+from perdure.training.travel.contents import read_remote_fact, remote_checkpoints
 from perdure.training.travel.copies import Local, Place, State, Stored, check, read_manifest
 from perdure.training.travel.fence import check_same_run, remote_run_info
-from perdure.training.travel.pull import remote_checkpoints
 
 DEFAULT_BUDGET = "15%"
 """Once a day, everything is read within a week."""
