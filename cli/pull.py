@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perdure.cli import render
-from perdure.cli.target import open_store
+from perdure.cli.target import add_endpoint, store_at
 from perdure.training.agent.lock import RunLock
 from perdure.training.checkpoint import facts, lineage
 from perdure.training.config import load_config
 from perdure.training.errors import CheckpointNotFound, ConfigError
 from perdure.training.run_dir import CheckpointName, RunDir
-from perdure.training.store_settings import StoreSettings
 
 if TYPE_CHECKING:
     from perdure.training.travel.copies import Stored
@@ -27,9 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", nargs="?", help="run directory to fill; new, empty, or of the same run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting of the run.toml")
     parser.add_argument("--name", metavar="NAME", help="this checkpoint instead of the newest that verifies")
-    parser.add_argument("--endpoint-url", default="", metavar="URL", help="S3 endpoint other than AWS")
-    parser.add_argument("--region", default="", help="S3 region")
-    parser.add_argument("--addressing", default="auto", choices=("auto", "path", "virtual"), help="as store.addressing")
+    add_endpoint(parser)
     parser.add_argument("--dry-run", action="store_true", help="list what the store has")
 
 
@@ -70,8 +67,7 @@ def _places(args: argparse.Namespace) -> "tuple[list[Stored], RunDir]":
         raise ConfigError("DIR is missing", "a URL needs the folder that is to be filled: `perdure pull URL DIR`")
     if args.set:
         raise ConfigError(f"--set {args.set[0]}: {args.url} is no run.toml", "--set needs a run.toml")
-    settings = StoreSettings(endpoint_url=args.endpoint_url, region=args.region, addressing=args.addressing)
-    return [Stored(open_store(_absolute(args.url), settings), facts.STORE)], RunDir(Path(args.dir).absolute())
+    return [Stored(store_at(_absolute(args.url), args), facts.STORE)], RunDir(Path(args.dir).absolute())
 
 
 def _list(args: argparse.Namespace, places: "list[Stored]") -> int:

@@ -34,7 +34,7 @@ def _pending(target: Target, args: argparse.Namespace) -> list[CheckpointName]:
     """Oldest first: each copy that arrives is worth having by itself."""
     history = lineage.lineage(target.run)
     if args.step is not None or args.name is not None:
-        return [select(target, lineage.committed(target.run), history, args)]
+        return [select(target.run.root, lineage.committed(target.run), history, args)]
     lacking = (name for name in history if not facts.is_in(target.run, name, facts.STORE))
     return sorted(name for name in lacking if facts.trust(target.run, name) != "quarantined")
 

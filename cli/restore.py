@@ -1,51 +1,72 @@
-"""`perdure restore`: a checkpoint as a file others can read: .safetensors (here), or .pt (in a process with torch)."""
+"""`perdure restore`: a checkpoint as a file others can read: .safetensors (here), or .pt (in a process with torch).
+
+What is not here is read from the run's store, and of it only what --only names."""
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perdure.cli import render
-from perdure.cli.target import Target, add_selection, add_target, resolve, select
+from perdure.cli.target import Target, add_endpoint, add_selection, add_target, resolve, select, store_at
 from perdure.training.checkpoint import catalog, lineage
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, PerdureError
 from perdure.training.run_dir import CheckpointName
 
+if TYPE_CHECKING:
+    from perdure.training.checkpoint.reader import CheckpointReader
+    from perdure.training.storage.store import ObjectStore
+
 TORCH = (".pt", ".pth")
+_THREADS = 4
+"""At most: of each, some blobs of 8 MiB are in memory."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The checkpoint, here (`folder`) or in a store, and how to open it; the list takes the numbers of bytes it fetches."""
+
+    name: CheckpointName
+    where: str
+    open: "Callable[[list[int]], CheckpointReader]"
+    folder: Path | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
+    add_target(parser, "a run directory, its run.toml, or the URL of its store (s3://bucket/prefix)")
     parser.add_argument("out", metavar="OUT", help="file to write: name.safetensors or name.pt")
     add_selection(parser, "the checkpoint")
     parser.add_argument("--only", metavar="GLOB", help="names to write, e.g. 'model.*'; for .pt names of tracked objects")
+    add_endpoint(parser)
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written")
 
 
 def run(args: argparse.Namespace) -> int:
-    target = resolve(args.target, args.set)
-    target.started()
     if not args.out.strip():
         raise ConfigError("OUT is empty", "name a file: name.safetensors or name.pt")
     out = Path(args.out).absolute()
     _check_out(out, args.force)
-    name = _chosen(target, args)
-    folder = target.run.checkpoint(name)
-    answer: dict[str, Any] = {"out": str(out), "name": str(name), "step": name.step}  # Any: JSON values
+    found = _found(args)
+    answer: dict[str, Any] = {"out": str(out), "name": str(found.name), "step": found.name.step}  # Any: JSON values
+    answer |= {"source": found.where, "fetched_bytes": 0}
     if args.dry_run:
         answer |= {"dry_run": True, "bytes": 0}
     elif out.suffix in TORCH:
-        answer |= _export(folder, out, args.only)
+        answer |= _export(found, out, args.only)
     else:
-        answer |= {"bytes": _safetensors(folder, out, args.only, quiet=args.json)}
+        answer |= _safetensors(found, out, args.only, quiet=args.json)
     if args.json:
         render.print_json(answer)
     else:
         verb = "would write" if args.dry_run else f"wrote {render.size(answer['bytes'])} of"
-        print(f"{verb} checkpoint {name} to {out}")
+        fetched = f"; {render.size(answer['fetched_bytes'])} were fetched" if answer["fetched_bytes"] else ""
+        print(f"{verb} checkpoint {found.name} of {found.where} to {out}{fetched}")
     return 0
 
 
@@ -60,25 +81,73 @@ def _check_out(out: Path, force: bool) -> None:
         raise ConfigError(f"{out} exists", "name another file, or replace it with --force")
 
 
-def _chosen(target: Target, args: argparse.Namespace) -> CheckpointName:
-    if args.step is not None or args.name is not None:
-        return select(target, lineage.committed(target.run), lineage.lineage(target.run), args)
-    names = catalog.candidates(target.run)
-    if not names:
-        raise CheckpointNotFound(f"{target.run.root} has no checkpoint that could be restored", "see `perdure ls`")
-    return names[0]
+def _found(args: argparse.Namespace) -> _Found:
+    if "://" in args.target:
+        if args.set:
+            raise ConfigError(f"--set {args.set[0]}: {args.target} is a store", "--set needs a run.toml as target")
+        return _in_store(store_at(args.target, args), args)
+    target = resolve(args.target, args.set)
+    if args.endpoint_url or args.region:
+        raise ConfigError(
+            "--endpoint-url and --region go with the URL of a store", "a run says itself how its store is reached"
+        )
+    try:
+        return _here(target, args)
+    except CheckpointNotFound:
+        if not target.store_url:
+            raise
+    return _in_store(target.open_store(), args)
 
 
-def _safetensors(folder: Path, out: Path, only: str | None, *, quiet: bool) -> int:
+def _here(target: Target, args: argparse.Namespace) -> _Found:
     from perdure.training.checkpoint.reader import open_checkpoint
+
+    target.started()
+    if args.step is not None or args.name is not None:
+        name = select(target.run.root, lineage.committed(target.run), lineage.lineage(target.run), args)
+    elif names := catalog.candidates(target.run):
+        name = names[0]
+    else:
+        raise CheckpointNotFound(f"{target.run.root} has no checkpoint that could be restored", "see `perdure ls`")
+    folder = target.run.checkpoint(name)
+    return _Found(name, str(target.run.root), lambda _: open_checkpoint(folder), folder)
+
+
+def _in_store(store: "ObjectStore", args: argparse.Namespace) -> _Found:
+    from perdure.training.travel.contents import contents, newest_good
+    from perdure.training.travel.source import open_stored
+
+    found = contents(store)
+    if found.info is None:
+        raise CheckpointNotFound(f"{store.url} holds no run", "check the URL; nothing was pushed there yet")
+    history, run_id = lineage.follow(found.launches, list(found.checkpoints)), found.info.id
+    if args.step is not None or args.name is not None:
+        name: CheckpointName | None = select(store.url, found.checkpoints, history, args)
+    else:
+        name = newest_good(store, history)
+    if name is None:
+        raise CheckpointNotFound(
+            f"{store.url} has no checkpoint that could be restored", "see `perdure pull URL DIR --dry-run`"
+        )
+    chosen = name
+    return _Found(chosen, store.url, lambda fetched: open_stored(store, chosen, run_id, fetched.append))
+
+
+def _safetensors(found: _Found, out: Path, only: str | None, *, quiet: bool) -> dict[str, Any]:  # Any: JSON values
     from perdure.training.checkpoint.restore import restore_safetensors
 
-    with open_checkpoint(folder) as reader, render.Progress(out.name, reader.manifest.raw_bytes, quiet=quiet) as progress:
-        return restore_safetensors(reader, out, only=only, progress=progress.at)
+    fetched: list[int] = []
+    threads = min(_THREADS, len(os.sched_getaffinity(0)))
+    with found.open(fetched) as reader, render.Progress(out.name, reader.manifest.raw_bytes, quiet=quiet) as progress:
+        size = restore_safetensors(reader, out, only=only, threads=threads, progress=progress.at)
+    return {"bytes": size, "fetched_bytes": sum(fetched)}
 
 
-def _export(folder: Path, out: Path, only: str | None) -> dict[str, Any]:  # Any: JSON values
+def _export(found: _Found, out: Path, only: str | None) -> dict[str, Any]:  # Any: JSON values
     """torch lives in another process: this one stays fast, and may have been installed without it."""
+    folder = found.folder
+    if folder is None:
+        raise ConfigError(f"{out} cannot be made of {found.where}", "bring it here with `perdure pull`, or name a .safetensors")
     command = [sys.executable, "-m", "perdure.training.engine.export", str(folder), str(out)]
     command += ["--only", only] if only is not None else []
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)

@@ -47,7 +47,7 @@ def _said(name: CheckpointName, before: Manifest, after: Manifest) -> str:
 def _chosen(target: Target, args: argparse.Namespace) -> CheckpointName:
     """By default the newest increment that is not known to be damaged; the newest checkpoint where there is none."""
     if args.step is not None or args.name is not None:
-        return select(target, lineage.committed(target.run), lineage.lineage(target.run), args)
+        return select(target.run.root, lineage.committed(target.run), lineage.lineage(target.run), args)
     good = [one for one in reversed(catalog.list_checkpoints(target.run)) if one.in_lineage and one.trust != "quarantined"]
     if not good:
         raise CheckpointNotFound(f"{target.run.root} has no checkpoint that could be rolled up", "see `perdure ls`")

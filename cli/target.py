@@ -64,8 +64,8 @@ def open_store(url: str, settings: StoreSettings) -> "ObjectStore":
     return store.open_store(url, settings)
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="RUN", help="a run directory, or its run.toml")
+def add_target(parser: argparse.ArgumentParser, what: str = "a run directory, or its run.toml") -> None:
+    parser.add_argument("target", metavar="RUN", help=what)
     parser.add_argument(
         "--set",
         action="append",
@@ -73,6 +73,17 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="override a setting of the run.toml, e.g. store.url=s3://b/p",
     )
+
+
+def add_endpoint(parser: argparse.ArgumentParser) -> None:
+    """How a store is reached that is named by its URL alone."""
+    parser.add_argument("--endpoint-url", default="", metavar="URL", help="S3 endpoint other than AWS")
+    parser.add_argument("--region", default="", help="S3 region")
+    parser.add_argument("--addressing", default="auto", choices=("auto", "path", "virtual"), help="as store.addressing")
+
+
+def store_at(url: str, args: argparse.Namespace) -> "ObjectStore":
+    return open_store(url, StoreSettings(endpoint_url=args.endpoint_url, region=args.region, addressing=args.addressing))
 
 
 def add_selection(parser: argparse.ArgumentParser, what: str) -> None:
@@ -129,9 +140,9 @@ def _of_config(path: Path, overrides: Sequence[str]) -> Target:
 
 
 def select(
-    target: Target, names: Sequence[CheckpointName], lineage: Sequence[CheckpointName], args: argparse.Namespace
+    where: object, names: Sequence[CheckpointName], lineage: Sequence[CheckpointName], args: argparse.Namespace
 ) -> CheckpointName:
-    """The checkpoint that --step or --name asks for. Raises CheckpointNotFound, listing what there is."""
+    """The checkpoint that --step or --name asks for. Raises CheckpointNotFound, listing what there is at `where`."""
     if args.name is not None:
         found = next((name for name in names if str(name) == args.name), None)
         wanted = f"checkpoint {args.name}"
@@ -141,7 +152,5 @@ def select(
     if found is None:
         steps = [str(name.step) for name in reversed(lineage)]
         shown = ", ".join(steps if len(steps) <= 8 else [*steps[:3], "...", *steps[-4:]])
-        raise CheckpointNotFound(
-            f"{target.run.root} has no {wanted}", f"steps it has: {shown}" if steps else "it has no checkpoint yet"
-        )
+        raise CheckpointNotFound(f"{where} has no {wanted}", f"steps it has: {shown}" if steps else "it has no checkpoint yet")
     return found

@@ -94,7 +94,7 @@ def _glance(target: Target, names: list[CheckpointName], *, quiet: bool) -> list
 def _chosen(target: Target, args: argparse.Namespace) -> list[CheckpointName]:
     everything = lineage.committed(target.run)
     if args.step is not None or args.name is not None:
-        return [select(target, everything, lineage.lineage(target.run), args)]
+        return [select(target.run.root, everything, lineage.lineage(target.run), args)]
     if not everything:
         raise CheckpointNotFound(f"{target.run.root} has no checkpoint yet", "see `perdure status`")
     return everything

@@ -1,18 +1,29 @@
 """`restore` writes what others can read: safetensors without torch, and a torch file that needs no pickle."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.numpy import load_file
 
+from perdure.training.checkpoint.facts import Fact
 from perdure.training.engine import state
+from perdure.training.run_dir import CheckpointName
+from perdure.training.storage.folder import FolderStore
+from perdure.training.travel.push import push
 
 Command = Callable[..., Any]
+
+
+def push_all(made: Any, store: Any) -> None:
+    for step in (20, 40):
+        push(made.run, store, CheckpointName(step, 1))
 
 
 def test_safetensors_holds_the_tensors_of_the_newest_checkpoint(made: Any, command: Command, tmp_path: Path) -> None:
@@ -48,6 +59,57 @@ def test_restoring_imports_no_torch(made: Any, tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert not {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()} & {"torch", "prefect", "boto3"}
+
+
+def test_what_is_not_here_comes_from_the_store_without_torch(made: Any, command: Command, tmp_path: Path) -> None:
+    store, out = made.toml.parent / "store", tmp_path / "out.safetensors"
+    push_all(made, FolderStore(store))
+    shutil.rmtree(made.run.checkpoint(CheckpointName(20, 1)))
+    answer = command("restore", made.run.root, out, "--step", "20", env={"PYTHONPROFILEIMPORTTIME": "1"})
+    assert answer.code == 0, answer.err
+    assert f"checkpoint 000000000020-0001 of {store.as_uri()} to {out}" in answer.out
+    assert not {line.rpartition("|")[2].strip() for line in answer.err.splitlines()} & {"torch", "prefect", "boto3"}
+    assert int(load_file(out)["model.step"]) == 20
+    shutil.rmtree(made.run.root)  # only the run.toml is left
+    answer = command("restore", made.toml, out, "--force", "--only", "model.s*", "--json")
+    assert (answer.json["step"], answer.json["source"], answer.json["bytes"]) == (40, store.as_uri(), 8)
+    assert int(load_file(out)["model.step"]) == 40
+
+
+def test_the_url_of_a_bucket_is_enough(
+    made: Any, command: Command, open_s3: Callable[..., Any], s3_keys: Any, tmp_path: Path
+) -> None:
+    store, out = open_s3(), tmp_path / "out.safetensors"
+    push_all(made, store)
+    where = ("--endpoint-url", s3_keys.endpoint, "--region", "us-east-1")
+    answer = command("restore", store.url, out, *where, "--json")
+    assert answer.code == 0, answer.err
+    assert (answer.json["step"], answer.json["source"]) == (40, store.url)
+    assert 0 < answer.json["fetched_bytes"] < answer.json["bytes"]  # stored bytes, and those of the index
+    assert load_file(out)["model.weight"].tobytes() == bytes(range(256)) * 16
+    assert "were fetched" in command("restore", store.url, out, *where, "--force", "--step", "20").out
+    damaged = Fact(copy="store", checked_at=0.0, result="damaged", damage=("model/weight",))
+    store.put("checkpoints/000000000040-0001/check.json", msgspec.json.encode(damaged))
+    assert command("restore", store.url, out, *where, "--force", "--dry-run", "--json").json["step"] == 20
+
+
+def test_what_a_store_cannot_give_is_said(made: Any, command: Command, tmp_path: Path) -> None:
+    store, out = FolderStore(made.toml.parent / "store"), tmp_path / "out.safetensors"
+    nothing = command("restore", store.url, out)
+    assert nothing.code == 4
+    assert "holds no run" in nothing.err
+    push_all(made, store)
+    for arguments, code, says in (
+        ((store.url, out, "--step", "7"), 4, f"{store.url} has no checkpoint of step 7"),
+        ((made.run.root, out, "--step", "7"), 4, f"{store.url} has no checkpoint of step 7"),
+        ((store.url, tmp_path / "out.pt"), 2, "perdure pull"),
+        ((store.url, out, "--set", "run.steps=3"), 2, "is a store"),
+        ((made.run.root, out, "--region", "mars"), 2, "go with the URL of a store"),
+    ):
+        answer = command("restore", *arguments)
+        assert answer.code == code, answer.err
+        assert says in answer.err
+    assert not out.exists()
 
 
 def test_damage_is_refused_and_leaves_no_file(made: Any, command: Command, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Work on blobs in a few threads, results in order. A bounded number is ahead, so memory stays bounded."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ INLINE = 1 << 16
 
 def in_order(
     work: Callable[[Item], Result], items: Iterable[Item], *, threads: int, here: Callable[[Item], bool]
-) -> Iterator[tuple[Item, Result]]:
+) -> Generator[tuple[Item, Result], None, None]:
     """Yield each item with `work(item)`, in order; items of which `here` is true are worked on in the caller's thread.
 
     When one raises, what runs is waited for and the rest never starts."""

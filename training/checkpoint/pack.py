@@ -210,6 +210,11 @@ def _check_derived(entry: IndexEntry, derived: Derived, source: IndexEntry | Non
         raise ValueError(f"leaf {entry.path!r:.200} is cast from {derived.source!r:.200}, which is no float32")
 
 
+def derived_from(derived: Derived, number: int, blobs: int) -> range:
+    """The numbers of the source's blobs, of which there are so many, that the blob `number` of a derived leaf is made of."""
+    return range(number, number + 1) if derived.how == "same" else range(2 * number, min(2 * number + 2, blobs))
+
+
 def base_blob(entry: IndexEntry, number: int, base: Mapping[str, IndexEntry]) -> tuple[IndexEntry, Blob] | None:
     """The base's leaf of the same path and type and its blob of that number, if it is stored there and has as many bytes."""
     known = base.get(entry.path)

@@ -4,7 +4,7 @@ An open reader holds its checkpoint, and the base of an increment: neither is de
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -25,10 +25,11 @@ from perdure.training.checkpoint.pack import (
     blobs_digest,
     check_base,
     decode_index,
+    derived_from,
     state_digest,
 )
 from perdure.training.checkpoint.room import Rooms
-from perdure.training.checkpoint.source import ByteSource, open_folder
+from perdure.training.checkpoint.source import ByteSource, Extent, open_folder
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 
 _local = threading.local()
@@ -164,6 +165,31 @@ class CheckpointReader:
             raise CheckpointDamaged(f"{self.where}: content of {entry.path} does not match its digest", part=entry.path)
         return raw
 
+    def expect(self, leaves: Iterable[tuple[int, IndexEntry]]) -> None:
+        """These will be read, each with the rank in whose pack it is, about in the order of the packs."""
+        needed: dict[CheckpointReader, list[Extent]] = {self: []}
+        for rank, entry in leaves:
+            for number in range(len(entry.blobs)):
+                for reader, blob in self._needs(entry, number, rank):
+                    needed.setdefault(reader, []).append(Extent(reader.manifest.files[2 * rank].name, blob.offset, blob.stored))
+        for reader, extents in needed.items():
+            reader.source.expect(extents)
+
+    def _needs(self, entry: IndexEntry, number: int, rank: int) -> "Iterator[tuple[CheckpointReader, Blob]]":
+        """The stored blobs that `_raw` reads, here and in the base."""
+        blob = entry.blobs[number]
+        if blob.stored:
+            yield self, blob
+        if blob.layout[0] in (REFERENCE, DELTA):
+            found = base_blob(entry, number, self.base_entries(rank))
+            assert found is not None  # check_base
+            assert self.base is not None
+            yield self.base, found[1]
+        if entry.derived is not None:
+            source = self.rank_entries(rank)[entry.derived.source]
+            for one in derived_from(entry.derived, number, len(source.blobs)):
+                yield from self._needs(source, one, rank)
+
     def stored(self, blob: Blob, rank: int = 0) -> bytes:
         """The bytes of a blob as they lie in the pack, unchecked."""
         return self.source.read(self.manifest.files[2 * rank].name, blob.offset, blob.stored)
@@ -198,7 +224,7 @@ class CheckpointReader:
         try:
             if derived.how == "same":
                 return self._raw(source, number, rank, out)
-            for one in range(2 * number, min(2 * number + 2, len(source.blobs))):
+            for one in derived_from(derived, number, len(source.blobs)):
                 wide = self._raw(source, one, rank, np.empty(source.blobs[one].raw, np.uint8).data)
                 out[at : at + len(wide) // 2] = cast(wide, entry.dtype)
                 at += len(wide) // 2

@@ -5,8 +5,9 @@ import errno
 import os
 import stat
 import threading
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint.hold import is_current, let_go, open_held
@@ -16,10 +17,23 @@ _OPEN_FILES = 32
 """Of one checkpoint at a time: with thousands of ranks, all of them would be more than a process may have."""
 
 
+class Extent(NamedTuple):
+    """Bytes of a pack."""
+
+    file: str
+    offset: int
+    length: int
+
+
 class ByteSource(Protocol):
     """Where packs and indexes lie: a folder, or a store. Threads may share one."""
 
     def size(self, file: str) -> int | None: ...
+
+    def expect(self, extents: Iterable[Extent]) -> None:
+        """These will be read, about in the order in which they lie."""
+        ...
+
     def read(self, file: str, offset: int, length: int) -> bytes: ...
     def read_into(self, file: str, offset: int, out: memoryview) -> int: ...
     def close(self) -> None: ...
@@ -50,6 +64,9 @@ class FolderSource:
                 os.close(self._open.pop(next(iter(self._open))))
             self._open[file] = fd
         return self._open[file]
+
+    def expect(self, extents: Iterable[Extent]) -> None:
+        """Nothing to do: the kernel reads ahead."""
 
     def size(self, file: str) -> int | None:
         try:
