@@ -7,9 +7,9 @@ from typing import Any
 from perdure.cli import render
 from perdure.deployments import api
 from perdure.deployments.table import DEFAULT_POOL
-from perdure.tasks.redact import redact
 from perdure.training.config import load_config
 from perdure.training.errors import ConfigError
+from perdure.training.redact import redact
 
 _LONGEST_SHOWN = 100
 

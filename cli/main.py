@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from perdure.cli.render import visible
-from perdure.tasks.redact import redact
 from perdure.training.errors import ConfigError, DiskFull, PerdureError
+from perdure.training.redact import redact
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141

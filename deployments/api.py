@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from perdure.deployments.server import ServerFailed
-from perdure.tasks.redact import redact
+from perdure.training.redact import redact
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -13,7 +13,7 @@ from perdure.deployments.checks.run import check_run
 from perdure.deployments.checks.server import check_server
 from perdure.deployments.checks.slack import check_slack
 from perdure.deployments.checks.store import check_store
-from perdure.tasks.redact import redact
+from perdure.training.redact import redact
 
 LIMIT_SECS = 60.0
 GROUPS: dict[str, Check] = {

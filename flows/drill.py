@@ -5,9 +5,9 @@ from typing import Any
 from prefect import flow
 
 from perdure.tasks.drill import drill as drill_run
-from perdure.tasks.redact import redact
 from perdure.training.config import load_config
 from perdure.training.errors import DrillFailed
+from perdure.training.redact import redact
 
 
 @flow(name="drill", retries=0)

@@ -15,13 +15,13 @@ from prefect.logging.loggers import flow_run_logger
 from perdure.flows.restart import Attempt, attempts_of, decide
 from perdure.tasks.close_rows import close_tasks_of
 from perdure.tasks.notify import deliver
-from perdure.tasks.redact import redact
 from perdure.training import events
 from perdure.training.agent.launch import END_MARGIN_SECS
 from perdure.training.agent.lock import end_agent
 from perdure.training.checkpoint import lineage
 from perdure.training.config import RunConfig, load_config
 from perdure.training.errors import PerdureError
+from perdure.training.redact import redact
 from perdure.training.run_dir import RunDir
 
 _TERMINATED = "termination signal"

@@ -21,10 +21,10 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, t
 from perdure.tasks import background, close_rows, flow_runs, page
 from perdure.tasks.curve import Curve
 from perdure.tasks.flow_runs import FlowRunRecord
-from perdure.tasks.redact import redact
 from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.config import RunConfig
 from perdure.training.errors import PerdureError
+from perdure.training.redact import redact
 from perdure.training.run_dir import RunDir
 
 MIN_SECS = 15.0

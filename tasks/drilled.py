@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 
 from perdure.tasks import charts
-from perdure.tasks.redact import redact
 from perdure.tasks.weekly import size, span
 from perdure.training import events
 from perdure.training.drill.record import Drill, append_drill, read_drills
+from perdure.training.redact import redact
 from perdure.training.run_dir import RunDir
 
 _TREND = 4

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from perdure.tasks.redact import redact
 from perdure.training.events import Event
+from perdure.training.redact import redact
 
 SECTION = 3000
 HEADER = 150

@@ -10,13 +10,13 @@ from typing import Any
 from perdure.tasks import charts
 from perdure.tasks.curve import Curve
 from perdure.tasks.ledger import Ledger, account
-from perdure.tasks.redact import redact
 from perdure.training import events
 from perdure.training.checkpoint import catalog, facts, lineage
 from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.lineage import LaunchRecord
 from perdure.training.checkpoint.run_info import RunInfo
 from perdure.training.events import Event
+from perdure.training.redact import redact
 from perdure.training.run_dir import CheckpointName, RunDir
 
 MAX_CHECKPOINTS = 500

@@ -22,11 +22,11 @@ from slack_sdk.errors import SlackApiError
 
 from perdure.tasks import messages
 from perdure.tasks.messages import Card, View
-from perdure.tasks.redact import redact
 from perdure.training import events, files
 from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.config import NotifySection
 from perdure.training.errors import PerdureError
+from perdure.training.redact import redact
 from perdure.training.run_dir import RunDir
 
 BUDGET_SECS = 8.0

@@ -11,7 +11,6 @@ from typing import Any
 
 from perdure.tasks.curve import Curve, Trace
 from perdure.tasks.ledger import PARTS, TRAINING, Ledger, account
-from perdure.tasks.redact import redact
 from perdure.training import events, watchdog
 from perdure.training.checkpoint import catalog, lineage
 from perdure.training.checkpoint.catalog import Listed
@@ -19,6 +18,7 @@ from perdure.training.checkpoint.facts import GOOD
 from perdure.training.checkpoint.lineage import LaunchEnd, LaunchRecord
 from perdure.training.checkpoint.run_info import RunInfo, read_run_info
 from perdure.training.events import Event
+from perdure.training.redact import redact
 from perdure.training.run_dir import CheckpointName, RunDir
 
 

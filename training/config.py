@@ -3,7 +3,7 @@
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -12,6 +12,7 @@ import msgspec
 
 from perdure.training.drill_settings import DrillSection, wrong_drill
 from perdure.training.errors import ConfigError
+from perdure.training.redact import names_a_secret
 from perdure.training.retention_settings import RetentionSection, wrong_retention
 from perdure.training.tier_settings import StoreSection, TierSection, absolute_url, keep_apart, wrong_places
 
@@ -132,15 +133,27 @@ def _override(document: dict[str, Any], assignment: str) -> None:
     key, equals, text = assignment.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names) or len(names) < 2:
-        raise ConfigError(f"--set {assignment!r} is not section.key=value", "write for example --set run.steps=1000")
+        shown = f"{key}=..." if key.strip() == "launch" else assignment
+        raise ConfigError(f"--set {shown!r} is not section.key=value", "write for example --set run.steps=1000")
     at = document
     for name in names[:-1]:
         at = at.setdefault(name, {})
         if not isinstance(at, dict):
             raise ConfigError(f"--set {assignment!r}: {name} is not a section")
     value = _parse_value(text.strip())
+    if names[:2] == ["launch", "env"]:
+        _refuse_secrets(names[2:] or (value if isinstance(value, dict) else ()))
     declared = _declared_type(names)
     at[names[-1]] = text.strip() if declared is str and not isinstance(value, str) else value
+
+
+def _refuse_secrets(names: Iterable[str]) -> None:
+    """Settings of the command line are seen in process lists and kept in Prefect's database."""
+    for name in filter(names_a_secret, names):
+        raise ConfigError(
+            f"--set launch.env.{name}: a secret on the command line would be kept in Prefect",
+            f"export {name} where the run is started: its ranks inherit it",
+        )
 
 
 def _declared_type(names: Sequence[str]) -> Any:  # Any: a type object
@@ -205,6 +218,7 @@ def _check(document: _Document, where: str) -> None:
             f"notify.slack_api = {document.notify.slack_api!r} is not a URL",
             "leave it out",
         ),
+        ("@" not in document.notify.slack_api, "notify.slack_api holds a user name or password", "leave it out"),
     ]
     wrong = (
         *wrong_retention(document.retention),
@@ -227,7 +241,7 @@ def _wrong_texts(document: _Document) -> Iterator[tuple[str, str]]:
             yield f"{key} = {text!r} holds a control character", "write a plain path"
     for name, value in document.launch.env.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
-            yield f"launch.env: {name!r} = {value!r} is no environment variable", "use letters, digits and _"
+            yield f"launch.env: {name!r} is no environment variable", "use letters, digits and _; no zero byte in its value"
         if name.startswith("PERDURE_"):
             yield f"launch.env: {name} is set by Perdure itself", "leave it out"
 
@@ -336,11 +350,14 @@ def _explain(path: Path, document: Mapping[str, Any], error: msgspec.ValidationE
     if "enum value" in text:
         choices = filter(None, get_args(_declared_type(key.split("."))))
         return ConfigError(f"{path}: {key} = {value!r} is no choice", f"use {' or '.join(choices)}")
-    return ConfigError(f"{path}: {key} = {value!r}: {text[0].lower() + text[1:].replace('`', '')}", see)
+    shown = "..." if key.startswith("launch.env") and (isinstance(value, str) or names_a_secret(key)) else repr(value)
+    return ConfigError(f"{path}: {key} = {shown}: {text[0].lower() + text[1:].replace('`', '')}", see)
 
 
 def _named(key: str, document: Mapping[str, Any]) -> str:  # Any: TOML values
-    """msgspec does not say which of the tiers it refuses: the first that it does."""
+    """msgspec does not say which of the tiers or variables it refuses: the first that it does."""
+    if key == "launch.env[...]":
+        return f"launch.env.{next(name for name, value in document['launch']['env'].items() if not isinstance(value, str))}"
     if not key.startswith("tiers[...]"):
         return key
     for name, tier in document["tiers"].items():

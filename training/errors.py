@@ -1,15 +1,17 @@
 """What Perdure raises. Each class carries the exit code of the command and, where one exists, what to do next."""
 
+from perdure.training.redact import redact
+
 
 class PerdureError(Exception):
-    """Base of all our errors: one sentence with what, which path or value, and what to do."""
+    """Base of all our errors: one sentence with what, which path or value, and what to do; without the secrets in it."""
 
     exit_code = 1
     hint = ""
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint or self.hint
+        super().__init__(redact(message))
+        self.hint = redact(hint) or self.hint
 
 
 class ConfigError(PerdureError, ValueError):

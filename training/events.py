@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perdure.training import files
+from perdure.training.redact import redact
 from perdure.training.run_dir import RunDir
 
 MAX_LINE = 64 * 1024
@@ -26,8 +27,9 @@ class Event:
 
 
 def record(run: RunDir, kind: str, **data: Any) -> None:
-    """Append one event; whole or not at all. Values are plain JSON; long texts are cut by the caller."""
-    line = json.dumps({"time": round(time.time(), 3), "kind": kind, **data}, separators=(",", ":"))
+    """Append one event; whole or not at all. Values are plain JSON; long texts are cut by the caller, secrets here."""
+    shown = {key: redact(value) if isinstance(value, str) else value for key, value in data.items()}
+    line = json.dumps({"time": round(time.time(), 3), "kind": kind, **shown}, separators=(",", ":"))
     files.append(run.events, line.encode() + b"\n")
 
 

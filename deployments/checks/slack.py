@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from perdure.deployments.checks.finding import Finding, Subject, fail, ok, skip, skip_all, warn
-from perdure.tasks.redact import redact
+from perdure.training.redact import redact
 
 _TIMEOUT_SECS = 5.0
 _MAX_ANSWER = 4 << 20

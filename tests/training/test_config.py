@@ -127,11 +127,17 @@ WRONG = {
     "launch.stop_grace=nan": "launch.stop_grace = nan is out of range",
     "launch.startup_timeout=0.5": "launch.startup_timeout = 0.5 is out of range",
     "launch.step_timeout=-1": "launch.step_timeout = -1.0 is out of range",
-    "launch.env.A-B=1": "launch.env: 'A-B' = '1' is no environment variable",
+    "launch.env.A-B=1": "launch.env: 'A-B' is no environment variable",
     'launch.env.A="\\u0000"': "is no environment variable",
+    "launch.env={A=8}": "launch.env.A = 8: expected str, got int",
+    "launch.env.HF_TOKEN=hidden-value": "launch.env.HF_TOKEN: a secret on the command line would be kept in Prefect",
+    "launch.env={db_password='hidden-value'}": "launch.env.db_password: a secret",
+    "launch={env={A='hidden-value'}}": "--set 'launch=...' is not section.key=value",
+    "launch.env='A=hidden-value'": "launch.env = ...: expected object, got str",
     "launch.env.PERDURE_AGENT_PID=1": "PERDURE_AGENT_PID is set by Perdure itself",
     # notify
     "notify.slack_api=ftp://x": "notify.slack_api = 'ftp://x' is not a URL",
+    "notify.slack_api=http://user:hidden-value@x/": "notify.slack_api holds a user name or password",
     # params
     "params.x=nan": "params.x = nan is not a finite number",
     "params.x=[1, {y = inf}]": "params.x[1].y = inf is not a finite number",
@@ -150,6 +156,7 @@ def test_wrong_setting_is_refused_by_value(assignment: str, toml: Path) -> None:
     error = refusal(toml, assignment)
     assert WRONG[assignment] in str(error)
     assert str(toml) in str(error) or "--set" in str(error)
+    assert "hidden-value" not in str(error)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from perdure.training.agent.watch import Deadlines
 from perdure.training.checkpoint.lineage import LaunchEnd, write_end
 from perdure.training.config import RunConfig, load_config
 from perdure.training.process import identify
+from perdure.training.redact import redact
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.wire import Message
 
@@ -183,13 +184,14 @@ class Agent:
             reason = "failed"
             error_class = error_class or ("infrastructure" if status < 0 else "user")
             detail = detail or _describe_status(status)
+        seen = {**os.environ, **self.config.launch.env}  # by the rank, which may have printed it
         return LaunchEnd(
             token=self.token,
             reason=reason,
             error_class=error_class,
             step=self.rank.step,
-            detail=detail,
-            log_tail=_tail(self.rank.log_path),
+            detail=redact(detail, seen),
+            log_tail=redact(_tail(self.rank.log_path), seen),
             ended=time.time(),
         )
 

@@ -16,6 +16,7 @@ from perdure.training.engine import signals
 from perdure.training.engine.link import Link
 from perdure.training.errors import CheckpointDamaged, ConfigError, NonFinite, PerdureError, TrainingFailed
 from perdure.training.process import die_with_parent
+from perdure.training.redact import redact
 
 if TYPE_CHECKING:
     from perdure.training.engine.session import Session
@@ -81,7 +82,7 @@ def main() -> int:
     try:
         train(link)
     except BaseException as error:  # the process entry: told to the agent, printed to the log
-        traceback.print_exc()
+        sys.stderr.write(redact(traceback.format_exc()))
         where = str(error) if isinstance(error, PerdureError) else traceback.format_exception_only(error)[-1].strip()
         if isinstance(error, SyntaxError) and error.filename:
             where = f"{error.filename}:{error.lineno}: {where}"
@@ -89,7 +90,7 @@ def main() -> int:
             where = "the entry function called sys.exit()"
         if isinstance(error, PerdureError) and error.hint:
             where += f" ({error.hint})"
-        link.say(failed=classify(error), detail=where[:_DETAIL_CHARS])
+        link.say(failed=classify(error), detail=redact(where)[:_DETAIL_CHARS])
         return 1
     return 0
 
