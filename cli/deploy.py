@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--work-pool is empty", f"leave it out for {DEFAULT_POOL}")
     if not 10 <= args.stall_after * 3600 <= 366 * 86400:
         raise ConfigError(f"--stall-after {args.stall_after} is out of range", "use 10 seconds (0.003) to a year, in hours")
-    api.be_quiet()
+    api.prepare()
     from perdure.deployments.deploy import Settings, deploy
 
     settings = Settings(pool=args.work_pool, stall_secs=args.stall_after * 3600, notify_block=args.notify_block)

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.set) if args.config else None
     from perdure.deployments import api
 
-    api.be_quiet()
+    api.prepare()
     from perdure.deployments.checks.finding import Subject
     from perdure.deployments.doctor import examine
 

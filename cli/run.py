@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from perdure.cli import watch
-from perdure.deployments import server
+from perdure.deployments import api, server
 from perdure.flows.restart import Attempt, attempts_of, decide
 from perdure.tasks import flow_runs
 from perdure.training import events, files
@@ -27,7 +27,6 @@ CLOSE_SECS = 30.0
 """For closing a dead flow run's rows, where no other flow run follows that would."""
 FLOW_MARGIN_SECS = 15.0
 """What a stopping flow needs beyond the trainer's grace: pushing the last checkpoint, closing its rows in Prefect."""
-READY_SECS = 10.0
 _Outcome = dict[str, Any]  # Any: JSON values
 
 
@@ -51,10 +50,7 @@ def run(args: argparse.Namespace) -> int:
             return _report(args, run_dir, done)
         with contextlib.ExitStack() as stack:
             local = None
-            chosen = server.api_url_from_environment()
-            if chosen.startswith("http://") and not server.is_ready(chosen, timeout=READY_SECS):
-                raise server.ServerFailed(f"PREFECT_API_URL is {chosen}, which does not answer at {chosen}/ready")
-            if not chosen:
+            if not api.chosen():
                 home = server.ServerHome.beside(run_dir)
                 print(f"starting a local Prefect server in {home.root} ...", file=sys.stderr, flush=True)
                 local = stack.enter_context(server.acquire(home, keep=args.keep_server))

@@ -8,8 +8,7 @@ import sys
 import time
 
 from perdure.cli import watch
-from perdure.cli.run import READY_SECS
-from perdure.deployments import server
+from perdure.deployments import api, server
 from perdure.deployments.serve import Served, own_pool
 from perdure.training.config import RunConfig, load_config
 from perdure.training.errors import ConfigError
@@ -61,10 +60,7 @@ class _Signals:
 
 def _server(config: RunConfig, stack: contextlib.ExitStack) -> server.LocalServer | None:
     """None: the user has chosen one, which answers."""
-    chosen = server.api_url_from_environment()
-    if chosen.startswith("http://") and not server.is_ready(chosen, timeout=READY_SECS):
-        raise server.ServerFailed(f"PREFECT_API_URL is {chosen}, which does not answer at {chosen}/ready")
-    if chosen:
+    if api.chosen():
         return None
     home = server.ServerHome.beside(RunDir(config.run_dir))
     print(f"starting a local Prefect server in {home.root} ...", file=sys.stderr, flush=True)
@@ -75,7 +71,6 @@ def _register(config: RunConfig, overrides: list[str], pool: str) -> str:
     """The deployment's name. A run that is deployed elsewhere stays there."""
     from prefect.exceptions import ObjectNotFound
 
-    from perdure.deployments import api
     from perdure.deployments.deploy import Settings, deploy
 
     name = f"train/{config.run.name}"

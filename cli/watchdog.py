@@ -75,7 +75,7 @@ def _client() -> Iterator[Any]:  # Any: Prefect's client, or None
         return
     from perdure.deployments import api
 
-    api.be_quiet()
+    api.prepare()
     with api.connected() as client:
         yield client
 

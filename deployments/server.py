@@ -29,7 +29,7 @@ STOP_TIMEOUT_SECS = 15.0
 HOST = "127.0.0.1"
 _TRIES = 3
 _POLL_SECS = 0.1
-_SERVER_AUTH, _CLIENT_AUTH = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"
+_SERVER_AUTH, CLIENT_AUTH = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"
 _SERVER_KEEPS = (_SERVER_AUTH, "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED")
 """Loopback is shared by everyone on the machine: whoever asks for a password there gets one."""
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -101,12 +101,6 @@ def is_ready(api_url: str, timeout: float = 2.0) -> bool:
         return False
 
 
-def flow_run_page(api_url: str, flow_run_id: object) -> str:
-    """The page of a flow run in the current UI; the link Prefect prints opens the old one."""
-    base = api_url.rstrip("/").removesuffix("/api")
-    return f"{base}/v2/runs/flow-run/{flow_run_id}"
-
-
 def client_environment(api_url: str, home: ServerHome | None = None) -> dict[str, str]:
     """What a process that talks to the server needs in its environment: patience, no telemetry, no proxy for loopback."""
     here = [name for name in os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")).split(",") if name]
@@ -122,7 +116,7 @@ def client_environment(api_url: str, home: ServerHome | None = None) -> dict[str
     if home is not None:
         chosen |= {"PREFECT_HOME": str(home.root), "PREFECT_SERVER_EPHEMERAL_ENABLED": "false"}
         if _SERVER_AUTH in os.environ:
-            chosen[_CLIENT_AUTH] = os.environ[_SERVER_AUTH]
+            chosen[CLIENT_AUTH] = os.environ[_SERVER_AUTH]
     return chosen | {key: value for key, value in defaults.items() if key not in os.environ}
 
 

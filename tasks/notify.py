@@ -1,5 +1,6 @@
 """The notify task: tells Slack what has happened since the last time, from the run's event log. Never fails or waits long."""
 
+import re
 from pathlib import Path
 
 from prefect import get_run_logger, task
@@ -16,5 +17,6 @@ __all__ = ["deliver", "notify"]
 
 @task(name="notify", cache_policy=NO_CACHE, persist_result=False)
 def notify(root: str, settings: NotifySection) -> None:
-    page = f"{get_current_settings().ui_url or ''}/v2/runs/flow-run/{flow_run.id}"
+    base = re.sub(r"(?<=://)[^/]*@", "", str(get_current_settings().ui_url or ""))  # it is shown: no password
+    page = f"{base}/v2/runs/flow-run/{flow_run.id}"
     deliver(RunDir(Path(root)), settings, logger=get_run_logger(), flow_url=page)

@@ -6,24 +6,29 @@ import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from harness import PERDURE, Run, children, command_line, copy_tiny, kill, wait_until
 from prefect import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.deployments import run_deployment
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_SSL_CERT_FILE, PREFECT_API_URL, temporary_settings
+from tls_proxy import tls_proxy
 
 from perdure.cli.main import main
-from perdure.deployments.checks.finding import Subject
+from perdure.deployments.checks.finding import Finding, Subject
 from perdure.deployments.checks.server import check_server
 from perdure.deployments.server import ServerHome, read_record
 from perdure.training.process import ProcessId, identify
 from perdure.training.run_dir import RunDir
 
 SLOW = "params.sleep=0.6"
+PASSWORD = "planted-password-7d1e"
+USER = f"me:{PASSWORD}"
 
 
 @pytest.fixture
@@ -104,13 +109,43 @@ def serving(run: Run, environment: dict[str, str]) -> Iterator[Serve]:
         serve.process.wait()
 
 
-def test_flow_process_killed_is_followed_at_once_and_ctrl_c_saves_and_ends_all(prefect_api: str, toml: Path) -> None:
-    """The limit of one flow run per training run gives its place to the restart; after Ctrl-C nothing follows."""
+@dataclass
+class Guarded:
+    """The Prefect server behind TLS with an authority of our own and a password."""
+
+    url: str
+    authority: str
+
+    def environment(self) -> dict[str, str]:
+        """As a user would have it, the password in the URL."""
+        url = self.url.replace("://", f"://{USER}@")
+        return {**os.environ, "PREFECT_API_URL": url, "PREFECT_API_SSL_CERT_FILE": self.authority}
+
+    def examined(self, run: Run, *, user: str, authority: str) -> dict[str, Finding]:
+        """What the doctor says of it, with these settings."""
+        chosen = {PREFECT_API_URL: self.url, PREFECT_API_AUTH_STRING: user, PREFECT_API_SSL_CERT_FILE: authority}
+        with temporary_settings(chosen):
+            return {one.check: one for one in check_server(Subject(config=run.config))}
+
+
+@pytest.fixture
+def guarded(prefect_api: str, tmp_path: Path) -> Iterator[Guarded]:
+    with tls_proxy(tmp_path, urlsplit(prefect_api).port or 0, USER) as (port, authority):
+        yield Guarded(f"https://127.0.0.1:{port}/api", str(authority))
+
+
+def test_flow_process_killed_is_followed_at_once_and_ctrl_c_saves_and_ends_all(guarded: Guarded, toml: Path) -> None:
+    """The limit of one flow run per training run gives its place to the restart; after Ctrl-C nothing follows. All that
+    `perdure serve` starts, and the doctor, go through TLS and give the password, which nothing shows."""
     run = Run(toml, SLOW)
-    with serving(run, dict(os.environ)) as serve:
+    with serving(run, guarded.environment()) as serve:
         serve.train()
-        found = {one.check: one.level for one in check_server(Subject(config=run.config))}
-        assert (found["deployment"], found["work pool"], found["worker"]) == ("ok", "ok", "ok")
+        found = guarded.examined(run, user=USER, authority=guarded.authority)
+        assert [found[name].level for name in ("Prefect API", "deployment", "work pool", "worker")] == ["ok"] * 4, found
+        assert "AUTH_STRING" in guarded.examined(run, user="me:wrong", authority=guarded.authority)["Prefect API"].fix
+        assert "SSL_CERT_FILE" in guarded.examined(run, user=USER, authority="")["Prefect API"].fix
+        missing = guarded.examined(run, user=USER, authority="/none.pem")["Prefect API"]
+        assert missing.text.startswith("PREFECT_API_SSL_CERT_FILE = '/none.pem' cannot be used")
         kill(flow_process(run))
         wait_until(lambda: states(run) == ["CRASHED", "RUNNING"] and run.step() >= 21, "a second flow run trains")
         seen = descendants(serve.process.pid)
@@ -120,7 +155,8 @@ def test_flow_process_killed_is_followed_at_once_and_ctrl_c_saves_and_ends_all(p
     assert states(run) == ["CRASHED", "CANCELLED"]
     assert run.committed()[-1].step >= 21
     assert not run.dir.stop_request.exists()
-    assert prefect_api in serve.log.read_text()
+    assert guarded.url in serve.log.read_text()
+    assert not [path for path in toml.parent.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
     assert events_of_deployment(run) == {"perdure.launched", "perdure.chunk"}, "what the stall automation waits for"
 
 

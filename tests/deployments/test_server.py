@@ -176,10 +176,6 @@ def test_server_dies_with_its_supervisor_and_a_broken_home_is_reported(home: Ser
     assert failure.value.hint
 
 
-def test_page_of_a_flow_run_is_the_current_ui() -> None:
-    assert server.flow_run_page("http://127.0.0.1:4200/api/", "abc") == "http://127.0.0.1:4200/v2/runs/flow-run/abc"
-
-
 def test_environment_of_clients_reaches_loopback_without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "intern.example")
     monkeypatch.setenv("PREFECT_CLIENT_MAX_RETRIES", "2")

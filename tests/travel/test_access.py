@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from conftest import BUCKET, WEED, Keys, S3Server, free_port, running_weed
 from storage.proxy import proxy_to
+from tls_proxy import make_certificate
 
 from perdure.training.checkpoint import facts
 from perdure.training.errors import StoreError
@@ -65,10 +66,7 @@ class Access:
 @pytest.fixture(scope="module")
 def access(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
     folder = tmp_path_factory.mktemp("access")
-    key, certificate = folder / "key.pem", folder / "ca.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    command += ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=perdure", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(command, check=True, capture_output=True)
+    key, certificate = make_certificate(folder)
     jobs = documented()
     train, objects = jobs["train, push"], jobs["train, push"][0]
     jobs["no multipart listing"] = ([right for right in objects if "List" not in right], ["s3:ListBucket"])
