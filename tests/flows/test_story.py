@@ -17,6 +17,7 @@ from perdure.training.run_dir import RunDir
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 TOKEN = "xoxb-canary-9876543210-fedcbaFEDCBA"
+INHERITED, IN_TOML, PASSWORD = "canary-inherited-31f0", "canary-in-run-toml-55ab", "canary-prefect-80cd"
 
 
 @pytest.fixture
@@ -60,10 +61,16 @@ def everything_written(folder: Path) -> Callable[[str], list[Path]]:
 
 
 def test_secrets_are_nowhere_after_a_run_with_failures(tmp_path: Path, s3_server: Any, prefect_api: str) -> None:
-    """Slack token and S3 keys, with failing Slack, failing uploads and a traceback: greps files, database and output."""
+    """Slack token, S3 keys, Prefect's password, and variables that the training code puts into its exception; with failing
+    Slack and failing uploads: greps files, database and output."""
     bucket = s3_server.make_bucket()
+    toml = copy_tiny(tmp_path / "tiny")
+    toml.write_text(toml.read_text().replace("env = {", f'env = {{ DB_PASSWORD = "{IN_TOML}",'))
+    script = toml.parent / "train.py"
+    told = "f\"{os.environ['DB_PASSWORD']}, {os.environ['HF_TOKEN']}: a bug in the training code (made up by the test)\""
+    script.write_text(script.read_text().replace('"a bug in the training code (made up by the test)"', told))
     run = Run(
-        copy_tiny(tmp_path / "tiny"),
+        toml,
         "params.bug_at=17",
         f"notify.slack_channel='{CHANNEL}'",
         f"notify.slack_api='http://127.0.0.1:{refused_port()}/api/'",
@@ -72,13 +79,21 @@ def test_secrets_are_nowhere_after_a_run_with_failures(tmp_path: Path, s3_server
         "store.region='us-east-1'",
     )
     read_only = s3_server.read_only.environment()
-    code = run.finish(env={"SLACK_BOT_TOKEN": TOKEN, **read_only})
+    ours = {
+        "SLACK_BOT_TOKEN": TOKEN,
+        "HF_TOKEN": INHERITED,
+        "PREFECT_API_URL": prefect_api.replace("://", f"://me:{PASSWORD}@"),
+    }
+    code = run.finish(env={**ours, **read_only})
     assert code in (6, 7), run.log()
     keys = s3_server.admin.environment()
-    code = run.finish(env={"SLACK_BOT_TOKEN": TOKEN, **keys})
+    code = run.finish(env={**ours, **keys})
     assert code == 7, run.log()
+    assert "ValueError: [redacted], [redacted]: a bug in" in run.log()
+    assert "[redacted], [redacted]: a bug in" in database_dump()
+    toml.unlink()  # the user's own, with a secret in it
     find = everything_written(tmp_path)
-    for secret in (TOKEN, read_only["AWS_SECRET_ACCESS_KEY"], keys["AWS_SECRET_ACCESS_KEY"]):
+    for secret in (TOKEN, INHERITED, IN_TOML, PASSWORD, *(key["AWS_SECRET_ACCESS_KEY"] for key in (read_only, keys))):
         assert find(secret) == []
         assert secret not in database_dump()
 
