@@ -175,6 +175,7 @@ class RunDir:
 
     # keys in the store, relative to its URL
     RUN_KEY = "run.json"
+    PRUNING_KEY = "pruning.json"
     CHECKPOINTS_KEY = "checkpoints/"
     LAUNCHES_KEY = "launches/"
 

@@ -159,7 +159,7 @@ def test_what_was_rolled_up_takes_the_place_of_the_increment_in_the_store(
     assert pull(store, elsewhere) == SECOND
     assert [folder.name for folder in elsewhere.checkpoints.iterdir()] == [str(SECOND)]  # the base is not needed any more
     keys = [info.key.rpartition("/")[2] for info in store.list(RunDir.checkpoint_key(SECOND, ""))]
-    assert sorted(keys) == ["check.json", "manifest.json", "rank-00000.full.index", "rank-00000.full.pack"]
+    assert {"check.json", "manifest.json", "rank-00000.full.index", "rank-00000.full.pack"} < set(keys)  # others: for a prune
     push(increment, store, SECOND)  # a machine that still has the increment changes nothing
     assert sorted(info.key.rpartition("/")[2] for info in store.list(RunDir.checkpoint_key(SECOND, ""))) == sorted(keys)
 

@@ -30,13 +30,19 @@ class Listed:
     """The full it needs, when it is an increment."""
     places: tuple[str, ...] = ()
     """Where a good copy of it is: local, store, and the names of tiers."""
-
+    pruned: tuple[str, ...] = ()
+    """Places whose retention let their copy go."""
     is_here: bool = True
     """In the run directory; else only at `places`."""
 
     @property
     def in_store(self) -> bool:
         return self.trust == "replicated" or (self.trust == "archived" and facts.STORE in self.places)
+
+    @property
+    def was_in_store(self) -> bool:
+        """It is there, or the store's own retention let it go."""
+        return self.in_store or (self.trust in facts.GOOD and facts.STORE in self.pruned)
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,7 @@ def _describe(run: RunDir, name: CheckpointName, in_lineage: bool, sizes: Mappin
         bytes_on_disk=sum(sizes.values()),
         base=found.base_name if found else None,
         places=facts.places_of(known),
+        pruned=tuple(place for place, fact in known.items() if fact.result == facts.PRUNED),
     )
 
 

@@ -10,6 +10,7 @@ from perdure.training.run_dir import CheckpointName, RunDir
 
 MAX_FACT = 1 << 20
 LOCAL, STORE = "local", "store"
+PRUNED = "pruned"
 GOOD = ("verified", "replicated", "archived")
 """Words of trust of what may be resumed from without looking."""
 
@@ -21,7 +22,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
     """local, store, or the name of a tier."""
     checked_at: float
     result: str
-    """good or damaged."""
+    """good, damaged, or pruned: the retention of that place let it go."""
     damage: tuple[str, ...] = ()
     location: str = ""
     storage_class: str = ""
@@ -70,6 +71,12 @@ def trust_of(known: Mapping[str, Fact]) -> str:
 def places_of(known: Mapping[str, Fact]) -> tuple[str, ...]:
     """Where a good copy is."""
     return tuple(place for place, fact in known.items() if fact.result == "good")
+
+
+def is_pruned(run: RunDir, name: CheckpointName, place: str) -> bool:
+    """It was there, and the retention of that place let it go: it is not to be sent again."""
+    fact = read_fact(run, name, place)
+    return fact is not None and fact.result == PRUNED
 
 
 def is_in(run: RunDir, name: CheckpointName, place: str) -> bool:

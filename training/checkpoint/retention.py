@@ -71,7 +71,7 @@ def plan(
     history_known: bool = True,
     roll_up: bool = False,
 ) -> Plan:
-    """`stored`: the run has a store, so that only what is in it counts, and only that may go. Unless `history_known` (every
+    """`stored`: the run has a store, so that only what got there counts, and only that may go. Unless `history_known` (every
     launch record could be read), what lies outside the lineage may belong to it after all, and stays. `roll_up`: a milestone
     may be made a full, so that its base can go."""
     stays = "" if history_known else "outside the present history, of which launch records are missing"
@@ -92,7 +92,7 @@ def decide(
     kept too; it goes when there is no reason."""
     every = _judged(sorted(listed, key=lambda one: one.name))
     reasons: Reasons = {}
-    counted = [one for one in reversed(every) if one.in_lineage and (one.in_store if stored else one.trust in GOOD)]
+    counted = [one for one in reversed(every) if one.in_lineage and (one.was_in_store if stored else one.trust in GOOD)]
     counts = {one.name for one in counted}
     _add(reasons, {one.name: _milestone(pins.names[one.name]) for one in every if one.name in pins.names})
     for policy in policies:

@@ -134,7 +134,8 @@ class FolderStore:
         with _explained("list", self.root / prefix):
             for key, path in self._walk(prefix, temporary=False):
                 with contextlib.suppress(FileNotFoundError):
-                    found.append(ObjectInfo(key, path.stat().st_size))
+                    about = path.stat()
+                    found.append(ObjectInfo(key, about.st_size, time.time() - about.st_mtime))
                 if len(found) > MAX_LISTED:
                     raise StoreError(f"{self.url} holds more than {MAX_LISTED} objects under {prefix!r}", retryable=False)
         yield from sorted(found, key=lambda info: info.key.encode(errors="surrogateescape"))

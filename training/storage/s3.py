@@ -6,6 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +39,14 @@ CONNECTIONS = 32
 ATTEMPTS = 4
 BODY_ATTEMPTS = 3  # botocore does not retry a body that is cut off
 DELETE_BATCH = 1000
+
+
+def _clock(answer: Mapping[str, Any]) -> datetime:  # Any: boto3's answer
+    """What the server's clock says."""
+    try:
+        return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).astimezone(UTC)
+    except (KeyError, ValueError):
+        return datetime.now(UTC)
 
 
 class S3Store:
@@ -280,10 +289,12 @@ class S3Store:
         while True:
             more = {"ContinuationToken": token} if token else {}
             page = self._call("list_objects_v2", prefix, Prefix=self._prefix + prefix, **more)
+            now = _clock(page)
             for item in page.get("Contents", ()):
                 if not item["Key"].startswith(self._prefix + prefix):
                     raise StoreError(f"{self._where(prefix)}: {self._endpoint} lists keys of other prefixes", retryable=False)
-                found.append(ObjectInfo(item["Key"][len(self._prefix) :], int(item["Size"])))
+                age = (now - item.get("LastModified", now)).total_seconds()
+                found.append(ObjectInfo(item["Key"][len(self._prefix) :], int(item["Size"]), age))
             before, token = token, page.get("NextContinuationToken")
             if not page.get("IsTruncated") or not token:
                 break
@@ -307,7 +318,7 @@ class S3Store:
         marker: dict[str, str] = {}
         while True:
             page = self._call("list_multipart_uploads", prefix, Prefix=self._prefix + prefix, **marker)
-            now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+            now = _clock(page)
             for item in page.get("Uploads", ()):
                 if item["Key"].startswith(self._prefix + prefix):
                     yield {**item, "Age": (now - item["Initiated"]).total_seconds()}

@@ -27,6 +27,8 @@ Watch = Callable[[bytes], None]
 class ObjectInfo:
     key: str
     size: int
+    age_secs: float
+    """By the store's own clock; of a folder by this machine's."""
 
 
 @dataclass(frozen=True)

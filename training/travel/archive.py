@@ -71,7 +71,7 @@ def survey(run: RunDir, remotes: Sequence[Remote]) -> Survey:
     pinned = pins.read_pins(run, listed.values())
     steps: list[Step] = []
     for tier in tiers:
-        rotten = {name for name, fact in said[tier.word].items() if fact is not None and fact.result != "good"}
+        rotten = {name for name, fact in said[tier.word].items() if fact is not None and fact.result == "damaged"}
         held = set(there[tier.word].checkpoints) - rotten
         steps += plan(listed.values(), tier.word, tier.section, held, pinned)
     return Survey(

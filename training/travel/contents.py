@@ -1,7 +1,7 @@
 """What a place holds, from its listing and its small objects: the run it belongs to, launches, checkpoints. No pack is read."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +14,7 @@ from perdure.training.checkpoint.run_info import RunInfo
 from perdure.training.errors import CheckpointDamaged, ObjectNotFound, ObjectTooLarge
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.parallel import in_order
-from perdure.training.storage.store import ObjectStore
+from perdure.training.storage.store import ObjectInfo, ObjectStore
 from perdure.training.travel.copies import Stored, read_manifest
 from perdure.training.travel.fence import read_remote_launch, remote_run_info, remote_tokens
 from perdure.training.travel.push import CHECK_KEY
@@ -30,13 +30,20 @@ class Contents:
     launches: dict[int, LaunchRecord]
     checkpoints: tuple[CheckpointName, ...]
     """Committed ones, by step and token."""
+    objects: tuple[ObjectInfo, ...] = ()
+    """All that lies among the checkpoints."""
     unreadable: tuple[int, ...] = ()
     """Tokens whose launch records are damaged."""
 
 
 def remote_checkpoints(store: ObjectStore) -> list[CheckpointName]:
     """Every committed checkpoint in the store, by step and token; in the lineage or not."""
-    matches = (_MANIFEST_KEY.fullmatch(item.key) for item in store.list(RunDir.CHECKPOINTS_KEY))
+    return committed_among(store.list(RunDir.CHECKPOINTS_KEY))
+
+
+def committed_among(objects: Iterable[ObjectInfo]) -> list[CheckpointName]:
+    """As `remote_checkpoints`, of what was listed already."""
+    matches = (_MANIFEST_KEY.fullmatch(item.key) for item in objects)
     names = (CheckpointName.parse(match[1]) for match in matches if match)
     return sorted(name for name in names if name is not None)
 
@@ -50,10 +57,12 @@ def contents(store: ObjectStore) -> Contents:
     tokens = remote_tokens(store)
     records = dict(zip(tokens, in_order(lambda token: read_remote_launch(store, token), tokens, width=WIDTH), strict=True))
     known = {token: record for token, record in records.items() if record is not None and record.run == info.id}
+    objects = tuple(store.list(RunDir.CHECKPOINTS_KEY))
     return Contents(
         info=info,
         launches=known,
-        checkpoints=tuple(remote_checkpoints(store)),
+        checkpoints=tuple(committed_among(objects)),
+        objects=objects,
         unreadable=tuple(token for token in records if token not in known),
     )
 

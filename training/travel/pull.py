@@ -13,7 +13,7 @@ from perdure.training.checkpoint import facts
 from perdure.training.checkpoint.lineage import LaunchRecord, create_launch, follow, read_launches
 from perdure.training.checkpoint.run_info import RunInfo, read_run_info
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, StoreConflict, StoreError
-from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
 from perdure.training.travel.contents import Contents, contents
 from perdure.training.travel.copies import Stored
@@ -21,6 +21,8 @@ from perdure.training.travel.copy_in import CopyIn, PullProgress
 from perdure.training.travel.fence import check_same_run
 
 logger = logging.getLogger(__name__)
+_LOOKS = 10
+"""How often a pull looks anew because what it was fetching was deleted by a prune; each time something newer is there."""
 
 
 class Pulled(NamedTuple):
@@ -64,9 +66,20 @@ class _Pull:
         self._places, self._run, self._called, self._progress = places, run, called, progress
         self._launches: dict[int, LaunchRecord] = {}
         self._there: list[tuple[Stored, Contents]] = []
+        self._deleted = False
+        """Something was, while we were fetching it."""
         self._where = ", ".join(place.store.url for place in places)
 
     def run(self, name: CheckpointName | None) -> Pulled:
+        for _ in range(_LOOKS):
+            found = self._newest_good(name)
+            if found is not None:
+                return found
+        raise StoreError(f"{self._where}: what was being fetched was deleted, {_LOOKS} times", hint="pull again")
+
+    def _newest_good(self, name: CheckpointName | None) -> Pulled | None:
+        """None where one was deleted meanwhile: then the older ones may be gone as well, and newer ones there."""
+        self._launches, self._there, self._deleted = {}, [], False
         info = self._look()
         by_weight = sorted(self._there, key=lambda one: one[0].word != facts.STORE)
         kept = [one for one in by_weight if self._adopt_launches(*one)]
@@ -83,6 +96,8 @@ class _Pull:
             if place is not None:
                 self._write_run(info)
                 return Pulled(candidate, place)
+            if self._deleted:
+                return None
         tried = ", ".join(str(candidate) for candidate in candidates[:10])
         raise CheckpointDamaged(
             f"{self._where}: no checkpoint is good (tried {tried})",
@@ -144,6 +159,10 @@ class _Pull:
                 continue
             if not problem:
                 return place
+            if place.store.size(RunDir.checkpoint_key(name, MANIFEST)) is None:
+                self._deleted = True
+                self._report(f"checkpoint {name} was deleted from {place.store.url} meanwhile; looking anew")
+                continue
             following = "another copy" if number < len(copies) else "the one before it"
             self._report(f"checkpoint {name} in {place.store.url} is damaged: {problem}; using {following}")
         if failure is not None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from perdure.training import files
 from perdure.training.checkpoint import facts, manifest
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.lineage import lineage, read_launches
@@ -24,6 +25,7 @@ from perdure.training.storage.store import ObjectStore, ShouldStop, TransferStop
 from perdure.training.travel import copies
 from perdure.training.travel.digest import Check, Proof
 from perdure.training.travel.fence import claim_run, record_launch
+from perdure.training.travel.mark import going
 
 CHECK_KEY = "check.json"
 ABANDONED_SECS = 7 * 86400
@@ -33,9 +35,9 @@ PushProgress = Callable[[int, int], None]
 
 
 def pending(run: RunDir) -> list[CheckpointName]:
-    """Verified checkpoints of the lineage that the store is not known to hold, newest first."""
-    here = ((name, facts.trust(run, name)) for name in lineage(run))
-    return [name for name, trust in here if trust in facts.GOOD and not facts.is_in(run, name, facts.STORE)]
+    """Verified checkpoints of the lineage that the store is not known to hold or to have let go, newest first."""
+    here = (name for name in lineage(run) if facts.trust(run, name) in facts.GOOD)
+    return [name for name in here if not facts.is_in(run, name, facts.STORE) and not facts.is_pruned(run, name, facts.STORE)]
 
 
 def push(
@@ -52,7 +54,10 @@ def push(
 
     Raises CheckpointDamaged when the local copy is not what its manifest says, StoreConflict when the store holds
     another run or another checkpoint of this name, StoreError otherwise."""
-    return _Push(run, store, name, place, progress, should_stop).run()
+    try:
+        return _Push(run, store, name, place, progress, should_stop).run()
+    except ObjectNotFound as error:  # what was there a moment ago
+        raise StoreError(f"deleted meanwhile: {error}", hint="push again") from error
 
 
 class _File(NamedTuple):
@@ -98,10 +103,28 @@ class _Push:
         there = self._stored_manifest(reader)
         if there is not None and manifest.is_rolled_up(there, reader.manifest):
             self._prove_rolled_up(there)
+            self._check_stays(there)
         else:
             self._put_files(reader)
+            self._refuse_going(reader.manifest.name)
             self._put_manifest(reader.manifest)
+            self._check_stays(reader.manifest, *([reader.base.manifest] if reader.base is not None else []))
         return self._record(reader.manifest.name)
+
+    def _refuse_going(self, *names: CheckpointName) -> None:
+        if gone := going(self._store).intersection(names):
+            raise StoreError(f"{self._store.url}: a prune is deleting {min(gone)} there", hint="push again when it is done")
+
+    def _check_stays(self, *wanted: Manifest) -> None:
+        """Now that the manifest is there, a prune that begins sees it. One that began before is seen by its mark; one that is
+        done, by what is missing: in this order."""
+        self._refuse_going(*(one.name for one in wanted))
+        for one in wanted:
+            there = {item.key: item.size for item in self._store.list(RunDir.checkpoint_key(one.name, ""))}
+            sizes = {record.name: record.bytes for record in one.files} | {MANIFEST: len(manifest.seal(one))}
+            for file, size in sizes.items():
+                if there.get(RunDir.checkpoint_key(one.name, file)) != size:
+                    raise self._lost(one.name, file)
 
     def _prove_rolled_up(self, there: Manifest) -> None:
         """The store has a full that was made of our increment: nothing to send, all of it to be read."""
@@ -181,7 +204,7 @@ class _Push:
     def _settled_in(self, reader: CheckpointReader, record: FileRecord, key: str) -> str:
         """The class it was moved to by an earlier push that proved it; "" also where it was found damaged since."""
         fact = facts.read_fact(self._run, reader.manifest.name, self._place)
-        if self._store.cold is None or (fact is not None and fact.result != "good"):
+        if self._store.cold is None or (fact is not None and fact.result == "damaged"):
             return ""
         return self._store.cold.settled_in(key, record.digest)
 
@@ -233,9 +256,7 @@ class _Push:
                 f"{self._store.url}/{key} holds another checkpoint (state {other.state_digest[:16]}, run {other.run})",
                 "another machine committed under the same token: pull into a new directory and go on from there",
             )
-        self._store.put(key, data)
-        with contextlib.suppress(StoreError):  # a key that may not delete leaves them: nothing names them any more
-            self._store.delete([RunDir.checkpoint_key(ours.name, record.name) for record in other.files])
+        self._store.put(key, data)  # the files of the increment are left to a prune: they may be read just now
 
     def _holds(self, key: str, data: bytes) -> bool:
         if self._store.size(key) != len(data):
@@ -248,7 +269,13 @@ class _Push:
         )
         self._store.put(RunDir.checkpoint_key(name, CHECK_KEY), msgspec.json.encode(fact))
         facts.write_fact(self._run, name, fact)
+        if self._store.size(RunDir.checkpoint_key(name, MANIFEST)) is None:  # a prune that had not got so far speaks last
+            files.remove(self._run.fact(name, self._place))
+            raise self._lost(name, MANIFEST)
         return fact
+
+    def _lost(self, name: CheckpointName, file: str) -> StoreError:
+        return StoreError(f"{self._store.url}: {file} of {name} was deleted meanwhile", hint="push again")
 
     def _poll(self) -> None:
         if self._should_stop and self._should_stop():
