@@ -35,8 +35,9 @@ def _pending(target: Target, args: argparse.Namespace) -> list[CheckpointName]:
     history = lineage.lineage(target.run)
     if args.step is not None or args.name is not None:
         return [select(target.run.root, lineage.committed(target.run), history, args)]
-    lacking = (name for name in history if not facts.is_in(target.run, name, facts.STORE))
-    return sorted(name for name in lacking if facts.trust(target.run, name) != "quarantined")
+    here = (name for name in history if facts.trust(target.run, name) != "quarantined")
+    settled = (facts.is_in, facts.is_pruned)
+    return sorted(name for name in here if not any(known(target.run, name, facts.STORE) for known in settled))
 
 
 def _prove(target: Target, name: CheckpointName, *, quiet: bool) -> None:
