@@ -3,9 +3,9 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from perdure.cli import render
+from perdure.cli import render, thaw
 from perdure.cli.target import Target, add_target, resolve
-from perdure.training.errors import CheckpointDamaged, ConfigError, StoreError
+from perdure.training.errors import CheckpointDamaged, ConfigError, NeedsThaw, StoreError
 
 if TYPE_CHECKING:
     from perdure.training.travel.archive import Done, Step, Survey
@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the plan, copy nothing")
+    parser.add_argument("--thaw", metavar="NAME", help="ask for this checkpoint out of a class that cannot be read as it is")
+    parser.add_argument("--days", type=int, default=7, metavar="N", help="how long it can be read once it is thawed; default 7")
+    parser.add_argument(
+        "--speed", default="Standard", choices=("Bulk", "Standard", "Expedited"), help="of the thaw, as S3 has it"
+    )
+    parser.add_argument("--wait", action="store_true", help="wait until it is thawed")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,6 +27,8 @@ def run(args: argparse.Namespace) -> int:
     from perdure.training.travel.places import remotes_of
 
     target = resolve(args.target, args.set)
+    if args.thaw is not None:
+        return thaw.of_tier(args, target)
     target.started()
     if target.config is None:
         raise ConfigError(f"{target.run.root} does not say which tiers it has", "name its run.toml")
@@ -52,13 +60,14 @@ def _finish(args: argparse.Namespace, target: Target, found: "Survey", done: "Do
         render.print_json(_json(target, found, done))
     else:
         print(_summary(target, found, done))
-        for step, why in done.skipped.items() if done else ():
-            print(render.visible(f"left {step.name} out of {step.tier}: {why}"))
+        for step, error in done.skipped.items() if done else ():
+            print(render.visible(f"left {step.name} out of {step.tier}: {error}"))
         for place, why in problems.items():
             print(render.visible(f"{place} was left: {why}"))
     if problems:
         return StoreError.exit_code
-    return CheckpointDamaged.exit_code if done and done.skipped else 0
+    codes = {error.exit_code for error in done.skipped.values()} if done else set()
+    return NeedsThaw.exit_code if codes == {NeedsThaw.exit_code} else CheckpointDamaged.exit_code if codes else 0
 
 
 def _summary(target: Target, found: "Survey", done: "Done | None") -> str:

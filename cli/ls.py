@@ -3,11 +3,14 @@
 import argparse
 from typing import Any
 
-from perdure.cli import render
+from perdure.cli import render, thaw
 from perdure.cli.target import add_target, resolve
 from perdure.training.checkpoint import catalog, pins
 from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.pins import Pins
+
+_Thaws = dict[tuple[str, str], thaw.Told]
+_FROZEN: thaw.Told = {"state": "frozen"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,33 +34,53 @@ def run(args: argparse.Namespace) -> int:
     target = resolve(args.target, args.set)
     info = target.started()
     found = catalog.read_catalog(target.run)
-    listed, pinned = found.listed, pins.read_pins(target.run, found.listed)
+    listed, pinned, thaws = found.listed, pins.read_pins(target.run, found.listed), thaw.states(target.run)
     leftovers = [str(path.relative_to(target.run.root)) for path in found.leftovers]
     if args.json:
         head = {"id": info.id, "name": info.name, "dir": str(target.run.root), "steps": target.steps}
-        render.print_json({"run": head, "checkpoints": [_json(one, pinned) for one in listed], "leftovers": leftovers})
+        answer = {"run": head, "checkpoints": [_json(one, pinned, thaws) for one in listed], "leftovers": leftovers}
+        render.print_json(answer | {"thaws": list(thaws.values())})
         return 0
     if not listed:
         print(f"run {info.id} in {target.run.root} has no checkpoint yet")
     else:
         columns = ("step", "launch", "trust", "good copies", "on disk", "raw", "created", "state digest", "note")
-        render.table(columns, [_row(one, pinned) for one in listed])
+        render.table(columns, [_row(one, pinned, thaws) for one in listed])
+    here = {str(one.name) for one in listed}
+    for gone in thaws.values():
+        if gone["name"] not in here:
+            print(thaw.line(gone))
     other = [path for path in leftovers if not any(path == f"checkpoints/{one.name}" for one in listed)]
     if other:
         print(f"{len(other)} leftovers of a crash, first {other[0]}")
     return 0
 
 
-def _json(one: Listed, pinned: Pins) -> dict[str, Any]:  # Any: JSON values
+def _json(one: Listed, pinned: Pins, thaws: _Thaws) -> dict[str, Any]:  # Any: JSON values
     labels = pinned.names.get(one.name)
-    return describe(one) | ({"milestones": list(labels)} if labels else {})
+    cold = {place: thaws.get((place, str(one.name)), _FROZEN) for place in one.cold}
+    return describe(one) | ({"milestones": list(labels)} if labels else {}) | ({"cold": cold} if cold else {})
 
 
-def _row(one: Listed, pinned: Pins) -> tuple[object, ...]:
+def _place(one: Listed, place: str, thaws: _Thaws) -> str:
+    if place not in one.cold:
+        return place
+    return f"{place} ({thaw.state(thaws.get((place, str(one.name)), _FROZEN))})"
+
+
+def _row(one: Listed, pinned: Pins, thaws: _Thaws) -> tuple[object, ...]:
     manifest, labels = one.manifest, pinned.names.get(one.name, ())
     notes = [one.problem or ("" if one.in_lineage else "not in the present history")]
     notes += [f"milestone {', '.join(labels)}"] if labels else []
     note = "; ".join(filter(None, notes))
     sizes = (render.size(one.bytes_on_disk), render.size(manifest.raw_bytes) if manifest else "?")
     shown = (render.when(manifest.created), manifest.state_digest[:16]) if manifest else ("?", "?")
-    return (one.name.step, one.name.token, one.trust, ", ".join(one.places), *sizes, *shown, note)
+    return (
+        one.name.step,
+        one.name.token,
+        one.trust,
+        ", ".join(_place(one, place, thaws) for place in one.places),
+        *sizes,
+        *shown,
+        note,
+    )

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perdure.cli import render
+from perdure.cli import render, thaw
 from perdure.cli.target import add_endpoint, store_at
 from perdure.training.agent.lock import RunLock
 from perdure.training.checkpoint import facts, lineage
@@ -15,7 +15,7 @@ from perdure.training.run_dir import CheckpointName, RunDir
 if TYPE_CHECKING:
     from perdure.training.travel.copies import Stored
 
-_OF_A_PULL = ("lock", "events.jsonl", "launches", "checkpoints")
+_OF_A_PULL = ("lock", "events.jsonl", "launches", "checkpoints", "thaws")
 """What a pull that died may have left."""
 
 
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting of the run.toml")
     parser.add_argument("--name", metavar="NAME", help="this checkpoint instead of the newest that verifies")
     add_endpoint(parser)
+    thaw.add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="list what the store has")
 
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         return _list(args, places)
     _check_free(run_dir)
     with RunLock.acquire(run_dir, orphan_wait=0), render.Progress("pull", 0, quiet=args.json) as progress:
-        name, place = pull_from(places, run_dir, name=wanted, progress=progress.at)
+        name, place = thaw.reading(args, run_dir, places, lambda: pull_from(places, run_dir, name=wanted, progress=progress.at))
     launches = len(lineage.read_launches(run_dir))
     if args.json:
         answer = {"url": place.store.url, "place": place.word, "run_dir": str(run_dir.root), "name": str(name)}

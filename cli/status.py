@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from perdure.cli import render
+from perdure.cli import render, thaw
 from perdure.cli.target import Target, add_target, resolve
 from perdure.training import files
 from perdure.training.agent import lock
@@ -50,6 +50,7 @@ def collect(target: Target) -> _Status:
         "newest_replicated_step": _step(catalog.newest_in(run, facts.STORE)),
         "newest_archived_step": _step(catalog.newest_with(run, ("archived",))),
         "places": {place: _step(catalog.newest_in(run, place)) for place in target.places},
+        "thaws": list(thaw.states(run).values()),
         "store_url": target.store_url or None,
         "holder": _holder(run) if held else None,
         "trainer": _trainer(live) if live else None,
@@ -128,6 +129,7 @@ def lines(status: _Status) -> list[tuple[str, str]]:
     shown += [("newest", ", ".join(newest) or "no checkpoint yet"), ("store", status["store_url"] or "none")]
     if tiers := [f"{place} {_at(step)}" for place, step in status["places"].items() if place != facts.STORE]:
         shown.append(("tiers", ", ".join(tiers)))
+    shown += [("thaw", thaw.line(one)) for one in status["thaws"]]
     if status["holder"]:
         holder = status["holder"]
         shown.append(("held by", f"process {holder['pid']} on {holder['host']} since {render.when(holder['since'])}"))

@@ -38,11 +38,14 @@ def archive(config: RunConfig, dry_run: bool) -> dict[str, Any]:  # Any: JSON va
     except RunBusy:
         log.info("Left for later: another archive of run %s is under way.", config.run.name)
         return told(found, None)
-    for step, why in done.skipped.items():
-        log.warning("Not archived: %s to %s: %s.", step.name, step.tier, why)
+    for step, error in done.skipped.items():
+        log.warning("Not archived: %s to %s: %s.", step.name, step.tier, error)
+    for thaw in done.thawed:
+        log.info("Checkpoint %s in %s can be read now.", thaw.checkpoint, thaw.place)
     if done.copied or done.problems:
         log.info("Archived: %s.", said(done))
         events.record(run, "notice", text=f"archived: {said(done)}"[:2000])
+    if done.copied or done.problems or done.thawed:
         deliver(run, config.notify, logger=log)
     return told(found, done)
 
@@ -63,7 +66,7 @@ def told(found: Survey, done: Done | None) -> dict[str, Any]:  # Any: JSON value
     return {
         "planned": [f"{step.tier}:{step.name}" for step in found.steps],
         "copied": [f"{step.tier}:{step.name}" for step in done.copied] if done else [],
-        "skipped": {f"{step.tier}:{step.name}": why for step, why in done.skipped.items()} if done else {},
+        "skipped": {f"{step.tier}:{step.name}": str(why) for step, why in done.skipped.items()} if done else {},
         "problems": dict(done.problems if done else found.problems),
         "bytes": sum(step.bytes for step in done.copied) if done else sum(step.bytes for step in found.steps),
     }

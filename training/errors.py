@@ -71,10 +71,11 @@ class NeedsThaw(StoreError):
     """A copy lies in a storage class that has to be thawed before it is read."""
 
     exit_code = 12
-    hint = "ask the store for it (restore-object); hours later the same command goes on"
+    hint = "ask for it: `perdure archive RUN.TOML --thaw NAME`, or pull and restore with --thaw; then the same command goes on"
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str, hint: str = "", *, checkpoint: str = "", place: str = "") -> None:
         super().__init__(message, retryable=False, hint=hint)
+        self.checkpoint, self.place = checkpoint, place
 
 
 class StoreConflict(StoreError):

@@ -111,6 +111,14 @@ class RunDir:
         return self.root / "spool"
 
     @property
+    def thaws(self) -> Path:
+        """A small file per copy that was asked to be thawed."""
+        return self.root / "thaws"
+
+    def thaw(self, place: str, name: CheckpointName) -> Path:
+        return self.thaws / f"{place}-{name}.json"
+
+    @property
     def watchdog_lock(self) -> Path:
         """flock of the one watchdog that helps this run."""
         return self.root / "watchdog.lock"

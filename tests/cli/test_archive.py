@@ -5,6 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from conftest import BUCKET, S3Server
+from storage.glacier import Glacier
+from storage.proxy import proxy_to
+
 Command = Callable[..., Any]
 
 
@@ -54,3 +58,31 @@ def test_a_run_directory_and_a_run_without_tiers_are_told_apart(made: Any, comma
     assert (refused.code, "name its run.toml" in refused.err) == (2, True)
     none = command("archive", made.toml)
     assert (none.code, none.out) == (0, f"nothing to archive: {made.toml} has no [tiers.NAME]\n")
+
+
+def test_a_frozen_checkpoint_is_asked_for_shown_waited_for_and_pulled(made: Any, command: Command, s3_keys: S3Server) -> None:
+    assert command("verify", made.run.root, "--step", "40").code == 0
+    name, glacier = "000000000040-0001", Glacier(looks=2)
+    with proxy_to(s3_keys.endpoint, glacier) as proxy:
+        url = {
+            "url": f"s3://{BUCKET}/{made.id}",
+            "endpoint_url": proxy.endpoint,
+            "storage_class": "DEEP_ARCHIVE",
+            "region": "here",
+        }
+        tiers = ["--set", "store.url=", *(part for key, text in url.items() for part in ("--set", f"tiers.cold.{key}={text}"))]
+        assert command("archive", made.toml, *tiers).code == 0
+        assert "cold (frozen), local" in command("ls", made.run.root).out
+        asked = command("archive", made.toml, *tiers, "--thaw", name)
+        assert (asked.code, asked.out.partition(", asked")[0]) == (12, f"checkpoint {name} in cold is thawing")
+        assert "cold (thawing, asked" in command("ls", made.run.root).out
+        status = command("status", made.run.root, "--json").json
+        assert [(one["name"], one["place"], one["state"]) for one in status["thaws"]] == [(name, "cold", "thawing")]
+        glacier.freeze()
+        shutil.rmtree(made.run.root)
+        refused = command("pull", made.toml, *tiers)
+        assert (refused.code, "--thaw" in refused.err) == (12, True)
+        pulled = command("pull", made.toml, *tiers, "--thaw", "--wait", "--json")
+        assert (pulled.code, pulled.json["step"], pulled.json["place"]) == (0, 40, "cold")
+        assert f"checkpoint {name} in cold is thawing" in pulled.err
+    assert "cold (thawed until" in command("ls", made.run.root).out

@@ -32,6 +32,8 @@ class Listed:
     """Where a good copy of it is: local, store, and the names of tiers."""
     pruned: tuple[str, ...] = ()
     """Places whose retention let their copy go."""
+    cold: tuple[str, ...] = ()
+    """Those of `places` where it has to be thawed before it is read."""
     is_here: bool = True
     """In the run directory; else only at `places`."""
 
@@ -94,6 +96,7 @@ def _describe(run: RunDir, name: CheckpointName, in_lineage: bool, sizes: Mappin
         base=found.base_name if found else None,
         places=facts.places_of(known),
         pruned=tuple(place for place, fact in known.items() if fact.result == facts.PRUNED),
+        cold=tuple(place for place in facts.places_of(known) if known[place].storage_class),
     )
 
 

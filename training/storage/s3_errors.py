@@ -120,6 +120,7 @@ def from_answer(error: ClientError, where: str, endpoint: str, *, checksums: boo
         return StoreError(said, retryable=False, hint="correct store.sse_kms_key, or let this key use it (docs/stores.md)")
     if code in _HINTS and not (asked and code == "NotImplemented"):
         more = "; store.tags need s3:PutObjectTagging" if settings.tags and _HINTS[code] == _RIGHTS else ""
+        more += "; a thaw needs s3:RestoreObject" if error.operation_name == "RestoreObject" else ""
         return StoreError(said, retryable=False, hint=_HINTS[code] + more)
     if status in (400, 501) and (asked or checksums):
         asked += ['checksums (store.checksums = "when_required" leaves them out)'] if checksums else []

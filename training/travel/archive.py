@@ -14,15 +14,27 @@ from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.pins import Pins
 from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.checkpoint.selection import selection
+from perdure.training.checkpoint.thaws import Thaw
 from perdure.training.checkpoint.upkeep import try_lock
-from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, RunBusy, StoreConflict, StoreError
+from perdure.training.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    NeedsThaw,
+    PerdureError,
+    RunBusy,
+    StoreConflict,
+    StoreError,
+)
 from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.store_settings import NEED_THAW
 from perdure.training.tier_settings import TierSection
 from perdure.training.travel.contents import Contents, contents, list_remote, read_remote_fact
+from perdure.training.travel.copies import Stored
 from perdure.training.travel.fence import check_same_run
 from perdure.training.travel.places import Remote, Tier
 from perdure.training.travel.pull import pull
 from perdure.training.travel.push import push
+from perdure.training.travel.thaw import refresh
 
 Progress = Callable[["Step", int, int], None]
 
@@ -54,9 +66,11 @@ class Survey:
 @dataclass(kw_only=True)
 class Done:
     copied: list[Step] = field(default_factory=list)
-    skipped: dict[Step, str] = field(default_factory=dict)
+    skipped: dict[Step, PerdureError] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     """Tier -> why its part was cut short."""
+    thawed: list[Thaw] = field(default_factory=list)
+    """What was asked for and can be read now."""
 
 
 def survey(run: RunDir, remotes: Sequence[Remote]) -> Survey:
@@ -122,7 +136,7 @@ def _look(run: RunDir, remotes: Sequence[Remote]) -> tuple[dict[str, Contents], 
 def _elsewhere(
     run: RunDir, remotes: Sequence[Remote], there: Mapping[str, Contents], here: Collection[CheckpointName]
 ) -> Iterator[Listed]:
-    """What is good at another place only, and lacks in a tier."""
+    """What is good at another place only, and lacks in a tier. What has to be thawed first is not taken from there."""
     launches = lineage.read_launches(run)
     for found in there.values():
         launches = {**found.launches, **launches}
@@ -131,8 +145,9 @@ def _elsewhere(
     tiers = [set(there[remote.word].checkpoints) for remote in remotes if isinstance(remote, Tier)]
     complete = set[CheckpointName].intersection(*tiers) if tiers else every
     for remote in remotes:
-        names = [name for name in there[remote.word].checkpoints if name not in here and name not in complete]
-        yield from list_remote(remote.store, remote.word, names, history, read_run_info(run).id)
+        if remote.section.storage_class not in NEED_THAW:
+            names = [name for name in there[remote.word].checkpoints if name not in here and name not in complete]
+            yield from list_remote(remote.store, remote.word, names, history, read_run_info(run).id)
 
 
 def execute(run: RunDir, remotes: Sequence[Remote], found: Survey, progress: Progress | None = None) -> Done:
@@ -167,14 +182,15 @@ class _Archive:
                 continue
             try:
                 self.copy(step)
-            except (CheckpointDamaged, CheckpointNotFound) as error:
-                self.done.skipped[step] = str(error)
+            except (CheckpointDamaged, CheckpointNotFound, NeedsThaw) as error:
+                self.done.skipped[step] = error
             except StoreConflict:
                 raise
             except StoreError as error:
                 self.done.problems[step.tier] = str(error)
                 told = {"name": str(step.name), "step": step.name.step, "place": step.tier, "retryable": error.retryable}
                 events.record(self.run, "archive_failed", **told, error=str(error)[:1000])
+        self.done.thawed = refresh(self.run, [Stored(one.store, one.word) for one in self.remotes.values()])
         return self.done
 
     def adopt(self, tier: Remote, name: CheckpointName) -> None:

@@ -62,7 +62,8 @@ class CopyIn:
         except (CheckpointDamaged, ObjectNotFound) as error:
             return str(error)
         except NeedsThaw as error:
-            raise NeedsThaw(f"checkpoint {name} in {self._store.url} has to be thawed before it can be read") from error
+            text = f"checkpoint {name} in {self._store.url} has to be thawed before it can be read"
+            raise NeedsThaw(text, checkpoint=str(name), place=self._word) from error
         except StoreError as error:
             if error.retryable or isinstance(error, StoreConflict) or error.hint:  # not about this one object
                 raise

@@ -18,7 +18,7 @@ from perdure.training.checkpoint.lineage import lineage, read_launches
 from perdure.training.checkpoint.manifest import MAX_MANIFEST, FileRecord, Manifest
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.checkpoint.run_info import read_run_info
-from perdure.training.errors import CheckpointDamaged, ObjectNotFound, ObjectTooLarge, StoreConflict, StoreError
+from perdure.training.errors import CheckpointDamaged, NeedsThaw, ObjectNotFound, ObjectTooLarge, StoreConflict, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.parallel import by_size
 from perdure.training.storage.store import ObjectStore, ShouldStop, TransferStopped
@@ -194,12 +194,19 @@ class _Push:
             self._class = settled
             self._count(2 * record.bytes)
             return
-        if there.get(key) == record.bytes and proof.stored(self._store, key, self._count_read):  # an earlier push got this far
+        if there.get(key) == record.bytes and self._is_proven(proof, key):
             self._count(record.bytes)
         else:
             self._send_and_prove(reader, file, proof, key)
         if self._store.cold is not None:
             self._class = self._store.cold.settle(key, record.digest)
+
+    def _is_proven(self, proof: Proof, key: str) -> bool:
+        """An earlier push got this far. What cannot be read, and is not known to be proven, is sent again."""
+        try:
+            return proof.stored(self._store, key, self._count_read)
+        except NeedsThaw:
+            return False
 
     def _settled_in(self, reader: CheckpointReader, record: FileRecord, key: str) -> str:
         """The class it was moved to by an earlier push that proved it; "" also where it was found damaged since."""
