@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
 def _places(args: argparse.Namespace) -> "tuple[list[Stored], RunDir]":
     """Where to read, in order, and what to fill."""
     from perdure.training.travel.copies import Stored
-    from perdure.training.travel.places import remotes_of
+    from perdure.training.travel.places import reading_order
 
     if args.url.endswith(".toml") and "://" not in args.url:
         config = load_config(Path(args.url).absolute(), args.set)
-        places = [Stored(remote.store, remote.word) for remote in remotes_of(config)]
+        places = reading_order(config)
         if not places:
             raise ConfigError(f"{config.path} names no store and no tier", "set store.url, or name a URL")
         return places, RunDir(Path(args.dir).absolute() if args.dir else config.run_dir)

@@ -9,8 +9,10 @@ from perdure.cli.target import Target, add_target, resolve
 from perdure.training.errors import CheckpointDamaged, StoreError
 
 if TYPE_CHECKING:
-    from perdure.training.storage.store import ObjectStore
-    from perdure.training.travel.scrub import Copy, Done
+    from collections.abc import Mapping
+
+    from perdure.training.travel.scrub import Done
+    from perdure.training.travel.scrub_plan import Copy, Survey
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,67 +25,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from perdure.training.travel import scrub
+    from perdure.training.travel.scrub_plan import choose, parse_budget, survey
 
     target = resolve(args.target, args.set)
     target.started()
-    store, problem = _store(target)
-    copies, problem = _survey(target, store, problem)
-    chosen = scrub.choose(copies, scrub.parse_budget(args.budget, sum(copy.bytes for copy in copies)))
-    done = None
+    places = target.reading_order()
+    found = survey(target.run, places)
+    chosen, problems, done = choose(found.copies, parse_budget(args.budget, found.readable_bytes)), dict(found.problems), None
     if not args.dry_run:
+        places = [place for place in places if place.word not in problems]
         with render.Progress("scrub", sum(copy.bytes for copy in chosen), quiet=args.json) as progress:
-            done = scrub.scrub(target.run, None if problem else store, copies, chosen, progress.at)
-        problem = problem or done.store_problem
-    _show(args, target, copies, chosen, done, problem)
+            done = scrub.scrub(target.run, places, found.copies, chosen, progress.at)
+        problems |= done.problems
+    if args.json:
+        render.print_json(_json(target, found, chosen, done, problems))
+    else:
+        _show(target, found, chosen, done, problems)
     if done and done.count("damaged"):
         return CheckpointDamaged.exit_code
-    return StoreError.exit_code if problem else 0
+    return StoreError.exit_code if problems else 0
 
 
-def _store(target: Target) -> "tuple[ObjectStore | None, str]":
-    return (target.open_store(), "") if target.store_url else (None, "")
-
-
-def _survey(target: Target, store: "ObjectStore | None", problem: str) -> "tuple[list[Copy], str]":
-    """A store that cannot be reached leaves the copies here to be scrubbed."""
-    from perdure.training.travel import scrub
-
-    try:
-        return scrub.survey(target.run, store), problem
-    except StoreError as error:
-        if not error.retryable:
-            raise
-        return scrub.survey(target.run, None), str(error)
-
-
-def _show(
-    args: argparse.Namespace, target: Target, copies: "list[Copy]", chosen: "list[Copy]", done: "Done | None", problem: str
-) -> None:
-    found = {one.copy.key: one for one in done.found} if done else {}
-    if args.json:
-        render.print_json(_json(target, copies, chosen, done, problem))
-        return
+def _show(target: Target, found: "Survey", chosen: "list[Copy]", done: "Done | None", problems: "Mapping[str, str]") -> None:
+    results = {one.copy.key: one for one in done.found} if done else {}
     if not chosen:
-        print(f"nothing to scrub: {target.run.root} has {len(copies)} copies of checkpoints" if copies else
-              f"nothing to scrub: {target.run.root} has no checkpoint yet")  # fmt: skip
+        many = len(found.copies)
+        print(f"nothing to scrub: {target.run.root} has " + (f"{many} copies of checkpoints" if many else "no checkpoint yet"))
     else:
         rows: list[tuple[object, ...]] = []
         for copy in chosen:
-            one = found.get(copy.key)
+            one = results.get(copy.key)
             outcome, reason = (one.outcome, one.reason) if one else ("would be read", "")
             rows.append((copy.name, copy.place, render.size(copy.bytes), _last(copy.checked_at), outcome, reason))
         render.table(("checkpoint", "copy", "size", "checked", "result", "reason"), rows)
-        print(_summary(copies, chosen, done))
-    if problem:
-        print(render.visible(f"the store was left out: {problem}"))
+        print(_summary(found, chosen, done))
+    if found.frozen:
+        print(f"{found.frozen} copies were left out: they have to be thawed first")
+    for place, why in problems.items():
+        print(render.visible(f"{place} was left out: {why}"))
 
 
 def _last(moment: float) -> str:
     return f"{render.age(time.time() - moment)} ago" if moment else "never"
 
 
-def _summary(copies: "list[Copy]", chosen: "list[Copy]", done: "Done | None") -> str:
-    share = f"{len(chosen)} of {len(copies)} copies"
+def _summary(found: "Survey", chosen: "list[Copy]", done: "Done | None") -> str:
+    share = f"{len(chosen)} of {len(found.copies)} copies"
     if done is None:
         return f"would read {share}, {render.size(sum(copy.bytes for copy in chosen))}"
     counts = ", ".join(f"{done.count(word)} {word}" for word in ("good", "repaired", "damaged", "skipped") if done.count(word))
@@ -91,19 +78,19 @@ def _summary(copies: "list[Copy]", chosen: "list[Copy]", done: "Done | None") ->
 
 
 def _json(
-    target: Target, copies: "list[Copy]", chosen: "list[Copy]", done: "Done | None", problem: str
+    target: Target, found: "Survey", chosen: "list[Copy]", done: "Done | None", problems: "Mapping[str, str]"
 ) -> dict[str, Any]:  # Any: JSON values
-    found = {one.copy.key: one for one in done.found} if done else {}
+    results = {one.copy.key: one for one in done.found} if done else {}
     rows = [
         {
             "name": str(copy.name), "step": copy.name.step, "copy": copy.place, "bytes": copy.bytes,
             "checked_at": copy.checked_at or None, "base": str(copy.base) if copy.base else None,
-            "result": found[copy.key].outcome if copy.key in found else None,
-            "reason": found[copy.key].reason if copy.key in found else "",
+            "result": results[copy.key].outcome if copy.key in results else None,
+            "reason": results[copy.key].reason if copy.key in results else "",
         }
         for copy in chosen
     ]  # fmt: skip
     return {
-        "run_dir": str(target.run.root), "dry_run": done is None, "copies": len(copies), "chosen": rows,
-        "bytes_read": done.bytes_read if done else 0, "store_problem": problem or None,
+        "run_dir": str(target.run.root), "dry_run": done is None, "copies": len(found.copies), "frozen": found.frozen,
+        "chosen": rows, "bytes_read": done.bytes_read if done else 0, "problems": dict(problems),
     }  # fmt: skip

@@ -16,6 +16,7 @@ from perdure.training.store_settings import StoreSettings
 
 if TYPE_CHECKING:
     from perdure.training.storage.store import ObjectStore
+    from perdure.training.travel.copies import Stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,15 @@ class Target:
                 f"{self.run.root} is the store of run {self.name}, not its directory", "bring the run back with `perdure pull`"
             )
         return open_store(self.store_url, self.store)
+
+    def reading_order(self) -> "list[Stored]":
+        """The places besides the run directory, as far as the target says, in the order in which they are read."""
+        from perdure.training.travel.copies import Stored
+        from perdure.training.travel.places import reading_order
+
+        if self.config is not None:
+            return reading_order(self.config)
+        return [Stored(self.open_store(), facts.STORE)] if self.store_url else []
 
 
 def open_store(url: str, settings: StoreSettings) -> "ObjectStore":

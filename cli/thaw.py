@@ -39,13 +39,12 @@ def _say(text: str) -> None:
 def of_tier(args: argparse.Namespace, target: Target) -> int:
     """`archive --thaw NAME`: ask once, say how far it is each time; 0 when it can be read."""
     from perdure.training.travel import thaw
-    from perdure.training.travel.copies import Stored
-    from perdure.training.travel.places import remotes_of
+    from perdure.training.travel.places import reading_order
 
     name = CheckpointName.parse(args.thaw)
     if target.config is None or name is None or args.days < 1:
         raise ConfigError("--thaw needs a run.toml, the name of a checkpoint (000000000200-0001), and at least one day")
-    place = thaw.copy_of([Stored(remote.store, remote.word) for remote in remotes_of(target.config)], name)
+    place = thaw.copy_of(reading_order(target.config), name)
     answer: Told = {"run_dir": str(target.run.root), "name": str(name), "place": place.word}
     if args.dry_run:
         answer |= {"state": thaw.look(place, name).state, "dry_run": True}

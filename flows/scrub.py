@@ -6,7 +6,7 @@ from prefect import flow
 
 from perdure.tasks.scrub import scrub as scrub_run
 from perdure.training.config import load_config
-from perdure.training.errors import CheckpointDamaged
+from perdure.training.errors import CheckpointDamaged, StoreError
 
 
 @flow(name="scrub", retries=0)
@@ -15,7 +15,7 @@ def scrub(
 ) -> dict[str, Any]:  # Any: JSON values
     """Read a share of everything the run of the run.toml at `config` has stored, longest-unchecked first.
 
-    `budget`: bytes (20GB) or a share (15%). Fails when a checkpoint is damaged and nothing could repair it."""
+    `budget`: bytes (20GB) or a share (15%). Fails when damage cannot be repaired, or a place is away."""
     checked = load_config(config, overrides or [])
     done: dict[str, Any] = scrub_run(checked, budget, dry_run)
     if done["damaged"]:
@@ -23,4 +23,7 @@ def scrub(
             f"{checked.run_dir}: {done['damaged']} copies are damaged beyond repair and quarantined",
             hint="see `perdure ls`; the newest good checkpoint is used to go on",
         )
+    if done["problems"]:
+        told = "; ".join(f"{place}: {why}" for place, why in done["problems"].items())
+        raise StoreError(f"{checked.run_dir}: not all was scrubbed: {told}"[:2000], hint="the next schedule reads on")
     return done

@@ -14,9 +14,8 @@ from perdure.training.config import RunConfig, changed_settings
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
-from perdure.training.travel.copies import Stored
 from perdure.training.travel.fence import claim_run, take_token
-from perdure.training.travel.places import remotes_of
+from perdure.training.travel.places import reading_order
 from perdure.training.travel.pull import pull_from
 
 
@@ -47,10 +46,10 @@ def open_run(config: RunConfig, store: ObjectStore | None, *, replan: bool) -> S
 
 def _adopt_or_create(config: RunConfig, run: RunDir, store: ObjectStore | None) -> None:
     """A missing run directory with a place that knows the run is a lost node: bring back the newest there is."""
-    remotes = [remote for remote in remotes_of(config) if store is not None or remote.word != facts.STORE]
-    if remotes:
+    places = [place for place in reading_order(config) if store is not None or place.word != facts.STORE]
+    if places:
         try:
-            name, place = pull_from([Stored(one.store, one.word) for one in remotes], run, called=config.run.name)
+            name, place = pull_from(places, run, called=config.run.name)
             text = f"run directory was empty: brought back checkpoint {name} from {place.store.url}"
             events.record(run, "notice", text=text)
             return

@@ -7,29 +7,33 @@ from prefect.cache_policies import NO_CACHE
 
 from perdure.tasks import background
 from perdure.tasks.notify import deliver
-from perdure.tasks.push import store_of
 from perdure.training.config import RunConfig
 from perdure.training.run_dir import RunDir
 from perdure.training.travel import scrub as scrubbing
+from perdure.training.travel.places import reading_order
+from perdure.training.travel.scrub_plan import choose, parse_budget, survey
 
 
 @task(name="scrub", cache_policy=NO_CACHE, persist_result=False)
 def scrub(config: RunConfig, budget: str, dry_run: bool) -> dict[str, Any]:  # Any: JSON values, shown in the UI
-    """What was chosen and what became of it. Raises StoreError when the store cannot be reached: the next schedule reads on."""
+    """What was chosen and what became of it, and which places could not be looked at: the next schedule reads on."""
     background.yield_to_training()
-    run, store, log = RunDir(config.run_dir), store_of(config), get_run_logger()
+    run, places, log = RunDir(config.run_dir), reading_order(config), get_run_logger()
     if not run.run_json.exists():
         log.info("Nothing to scrub: run %s has not started.", config.run.name)
-        return {"copies": 0, "chosen": [], "damaged": 0}
-    copies = scrubbing.survey(run, store)
-    chosen = scrubbing.choose(copies, scrubbing.parse_budget(budget, sum(copy.bytes for copy in copies)))
+        return {"copies": 0, "chosen": [], "damaged": 0, "problems": {}}
+    found = survey(run, places)
+    copies, problems = found.copies, dict(found.problems)
+    chosen = choose(copies, parse_budget(budget, found.readable_bytes))
     names = [f"{copy.place}:{copy.name}" for copy in chosen]
+    if found.frozen:
+        log.info("%d copies were left out: they have to be thawed first.", found.frozen)
     if not chosen:
         log.info("Nothing to scrub: run %s has %d copies, budget %s.", config.run.name, len(copies), budget)
     if dry_run or not chosen:
         log.info("Would read %d of %d copies.", len(chosen), len(copies)) if chosen else None
-        return {"copies": len(copies), "chosen": names, "damaged": 0}
-    done = scrubbing.scrub(run, store, copies, chosen)
+        return {"copies": len(copies), "chosen": names, "damaged": 0, "problems": problems}
+    done = scrubbing.scrub(run, [place for place in places if place.word not in problems], copies, chosen)
     for one in done.found:
         if one.outcome != "good":
             log.warning("The %s copy of %s is %s: %s.", one.copy.place, one.copy.name, one.outcome, one.reason)
@@ -40,6 +44,6 @@ def scrub(config: RunConfig, budget: str, dry_run: bool) -> dict[str, Any]:  # A
         "copies": len(copies),
         "chosen": names,
         "bytes_read": done.bytes_read,
-        "store_problem": done.store_problem,
+        "problems": problems | done.problems,
         **counts,
     }

@@ -53,7 +53,7 @@ def test_scrub_and_report_tell_what_they_found_once(prefect_api: str, run: Run, 
         assert len(shown["chosen"]) == len(lineage.lineage(run.dir)) + 2
         assert slack.roots == []
         done = scrub(str(run.toml), settings, budget="100%")
-        assert (done["repaired"], done["damaged"], done["store_problem"]) == (2, 0, "")
+        assert (done["repaired"], done["damaged"], done["problems"]) == (2, 0, {})
         assert slack.everything_said().count("copy was rotten and is repaired") >= 2
         assert scrub(str(run.toml), settings, budget="100%")["repaired"] == 0
         made = report(str(run.toml), settings, dry_run=True)

@@ -1,6 +1,8 @@
 """Rot in one copy is repaired from the other, in both stores; what no copy can repair is quarantined and said once."""
 
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +13,15 @@ from perdure.training.checkpoint import facts
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.upkeep import upkeep
 from perdure.training.checkpoint.verify import verify_in_run
-from perdure.training.errors import ConfigError
+from perdure.training.errors import ConfigError, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir, rank_index, rank_pack
 from perdure.training.storage.folder import FolderStore
 from perdure.training.storage.store import ObjectStore
-from perdure.training.travel import scrub as module
+from perdure.training.travel import scrub_plan as module
 from perdure.training.travel.copies import Local, Stored, check
 from perdure.training.travel.push import push
-from perdure.training.travel.scrub import Copy, Done, choose, parse_budget, scrub, survey
+from perdure.training.travel.scrub import Done, scrub
+from perdure.training.travel.scrub_plan import Copy, choose, parse_budget, survey
 
 FILES = (rank_pack(0), rank_index(0), MANIFEST)
 
@@ -31,9 +34,18 @@ def name(made: Any, store: ObjectStore) -> CheckpointName:
     return found
 
 
-def scrubbed(made: Any, store: ObjectStore | None) -> Done:
-    copies = survey(made.dir, store)
-    return scrub(made.dir, store, copies, choose(copies, 1 << 40))
+def at(store: ObjectStore | None) -> list[Stored]:
+    return [Stored(store)] if store is not None else []
+
+
+def copies_of(made: Any, *places: Stored) -> list[Copy]:
+    return list(survey(made.dir, places).copies)
+
+
+def scrubbed(made: Any, store: ObjectStore | None, *tiers: Stored) -> Done:
+    places = [*at(store), *tiers]
+    copies = copies_of(made, *places)
+    return scrub(made.dir, places, copies, choose(copies, 1 << 40))
 
 
 def outcomes(done: Done) -> dict[str, str]:
@@ -123,10 +135,10 @@ def test_what_is_known_to_be_damaged_is_cured_first_once_the_store_is_whole_agai
     assert outcomes(scrubbed(made, None)) == {"local": "damaged"}
     other = made.commit(200, 1)
     push(made.dir, store, other)
-    copies = survey(made.dir, store)
+    copies = copies_of(made, *at(store))
     first = choose(copies, 1)
     assert [(copy.name, copy.place) for copy in first] == [(name, "local")]
-    scrub(made.dir, store, copies, first)
+    scrub(made.dir, at(store), copies, first)
     assert is_good_here(made, name)
     assert facts.trust(made.dir, name) == "replicated"
 
@@ -142,7 +154,7 @@ def test_a_copy_that_is_only_in_the_store_is_read_and_its_fact_is_there(
     assert outcomes(scrubbed(made, store)) == {"store": "damaged"}
     assert outcomes(scrubbed(made, store)) == {"store": "damaged"}
     assert kinds(made).count("quarantined") == 1
-    assert [copy.result for copy in survey(made.dir, store)] == ["damaged"]
+    assert [copy.result for copy in copies_of(made, *at(store))] == ["damaged"]
 
 
 def test_an_increment_is_as_good_as_its_base(made: Any, folder_store: FolderStore) -> None:
@@ -157,11 +169,11 @@ def test_an_increment_is_as_good_as_its_base(made: Any, folder_store: FolderStor
     assert here == [(base, "repaired"), (increment, "good")]
     rot_here(made, base, rank_pack(0))
     rot_there(folder_store, base, rank_pack(0), 60)
-    copies = survey(made.dir, folder_store)
+    copies = copies_of(made, *at(folder_store))
     assert [one.base for one in copies if one.name == increment] == [base, base]
-    scrub(made.dir, folder_store, copies, [one for one in copies if one.name == base])
+    scrub(made.dir, at(folder_store), copies, [one for one in copies if one.name == base])
     assert facts.trust(made.dir, base) == facts.trust(made.dir, increment) == "quarantined"
-    assert [one.result for one in survey(made.dir, folder_store)] == ["damaged"] * 4
+    assert [one.result for one in copies_of(made, *at(folder_store))] == ["damaged"] * 4
 
 
 def test_while_other_upkeep_works_nothing_is_replaced(made: Any, folder_store: FolderStore) -> None:
@@ -191,6 +203,57 @@ def test_an_undecoded_copy_is_proven_in_full_before_it_counts_as_verified(made: 
     assert outcomes(scrubbed(made, None)) == {"local": "good"}
     assert facts.trust(made.dir, name) == "verified"
     assert check(Local(made.dir), None, name, "another run").bad.keys() == {MANIFEST}
+
+
+# more places than one
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> list[Stored]:
+    return [Stored(FolderStore(tmp_path / word), word) for word in ("near", "far")]
+
+
+def test_the_copy_here_is_repaired_from_whichever_tier_is_good(made: Any, tiers: list[Stored]) -> None:
+    name = made.commit(100, 1)
+    for tier in tiers:
+        push(made.dir, tier.store, name, place=tier.word)
+    rot_here(made, name, rank_pack(0), 10)
+    rot_there(tiers[0].store, name, rank_pack(0), 20)
+    assert outcomes(scrubbed(made, None, *tiers)) == {"local": "repaired", "near": "repaired", "far": "good"}
+    assert is_good_here(made, name)
+    assert is_good_there(made, tiers[0].store, name)
+    assert facts.read_facts(made.dir, name, ["check-near.json", "check-store.json"]).keys() == {"near"}
+    assert not made.dir.spool.exists()
+
+
+def test_a_tier_is_repaired_from_the_store_where_nothing_is_here(
+    made: Any, folder_store: FolderStore, tiers: list[Stored]
+) -> None:
+    name = made.commit(100, 1)
+    for place in (Stored(folder_store), tiers[0]):
+        push(made.dir, place.store, name, place=place.word)
+    shutil.rmtree(made.dir.checkpoint(name))
+    rot_there(tiers[0].store, name, rank_index(0))
+    assert outcomes(scrubbed(made, folder_store, *tiers)) == {"store": "good", "near": "repaired"}
+    assert is_good_there(made, tiers[0].store, name)
+    assert not made.dir.checkpoint(name).exists(), "nothing came back here"
+
+
+class Away(FolderStore):
+    def get(self, key: str, *, limit: int) -> bytes:
+        raise StoreError(f"{key}: no answer")
+
+
+def test_a_tier_that_is_away_is_said_and_what_only_it_could_repair_is_left_for_later(made: Any, tiers: list[Stored]) -> None:
+    name = made.commit(100, 1)
+    push(made.dir, tiers[0].store, name, place="near")
+    rot_here(made, name, rank_pack(0))
+    copies, away = copies_of(made, *tiers), Stored(Away(Path(tiers[0].store.url.removeprefix("file://"))), "near")
+    assert list(survey(made.dir, [away]).problems) == ["near"]
+    done = scrub(made.dir, [away], copies, [copy for copy in copies if copy.place == "local"])
+    assert (outcomes(done), list(done.problems)) == ({"local": "skipped"}, ["near"])
+    assert "quarantined" not in kinds(made)
+    assert outcomes(scrubbed(made, None, *tiers))["local"] == "repaired"
 
 
 # the plan
@@ -256,9 +319,9 @@ def test_over_days_everything_is_read_in_turn(made: Any, folder_store: FolderSto
         facts.write_fact(made.dir, CheckpointName(step, 1), Fact(copy="store", checked_at=time.time() - age - 1, result="good"))
     seen = []
     for _ in range(6):
-        copies = survey(made.dir, folder_store)
+        copies = copies_of(made, *at(folder_store))
         chosen = choose(copies, 1)
-        scrub(made.dir, folder_store, copies, chosen)
+        scrub(made.dir, at(folder_store), copies, chosen)
         seen += [(one.name.step, one.place) for one in chosen]
     assert seen == [(step, place) for step in (200, 300, 100) for place in ("store", "local")]
     assert module.DEFAULT_BUDGET == "15%"

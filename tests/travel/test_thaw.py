@@ -18,6 +18,8 @@ from perdure.training.travel import archive, thaw
 from perdure.training.travel.copies import Stored
 from perdure.training.travel.places import Tier
 from perdure.training.travel.pull import pull_from
+from perdure.training.travel.scrub import scrub
+from perdure.training.travel.scrub_plan import choose, survey
 
 MadeRun = Any
 FILES = [rank_index(0), rank_pack(0)]
@@ -142,6 +144,27 @@ def test_a_frozen_place_is_no_source_of_an_archive_and_says_when_it_is_ready(
     other = Tier(word="other", store=folder_store, section=TierSection(url=folder_store.url))
     made.dir.manifest(name).unlink()
     assert archive.survey(made.dir, [other, tier]).steps == ()
+
+
+def test_scrub_reads_a_cold_copy_while_it_is_thawed(made: MadeRun, tier: Tier, glacier: Glacier) -> None:
+    name, place = made.commit(100, 1), Stored(tier.store, "cold")
+    fill(made, tier)
+    found = survey(made.dir, [place])
+    assert (found.frozen, [copy.place for copy in choose(found.copies, 1 << 30)]) == (1, ["local"])
+    pack = made.dir.checkpoint(name) / rank_pack(0)
+    whole = pack.read_bytes()
+    pack.write_bytes(b"rot" + whole[3:])
+    (one,) = scrub(made.dir, [place], found.copies, choose(found.copies, 1 << 30)).found
+    assert (one.outcome, "its copy in cold has to be thawed first" in one.reason) == ("damaged", True)
+    glacier.looks = 0
+    assert thaw.ask(made.dir, place, name).state == "thawed"  # type: ignore[union-attr]
+    found = survey(made.dir, [place])
+    done = scrub(made.dir, [place], found.copies, choose(found.copies, 1 << 30))
+    assert [(one.copy.place, one.outcome) for one in done.found] == [("local", "repaired"), ("cold", "good")]
+    assert pack.read_bytes() == whole
+    fact = facts.read_fact(made.dir, name, "cold")
+    assert fact is not None
+    assert (fact.result, fact.storage_class) == ("good", "DEEP_ARCHIVE")
 
 
 def test_a_refused_thaw_is_one_sentence(made: MadeRun, tier: Tier, proxy: Proxy, glacier: Glacier) -> None:

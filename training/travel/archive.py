@@ -4,11 +4,10 @@ manifest last. A checkpoint is read from here if it is here, else from another p
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
-from perdure.training import events, files
+from perdure.training import events
 from perdure.training.checkpoint import catalog, facts, lineage, pins
 from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.pins import Pins
@@ -29,11 +28,11 @@ from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.store_settings import NEED_THAW
 from perdure.training.tier_settings import TierSection
 from perdure.training.travel.contents import Contents, contents, list_remote, read_remote_fact
-from perdure.training.travel.copies import Stored
 from perdure.training.travel.fence import check_same_run
 from perdure.training.travel.places import Remote, Tier
 from perdure.training.travel.pull import pull
 from perdure.training.travel.push import push
+from perdure.training.travel.spool import clear, spooled
 from perdure.training.travel.thaw import refresh
 
 Progress = Callable[["Step", int, int], None]
@@ -156,21 +155,13 @@ def execute(run: RunDir, remotes: Sequence[Remote], found: Survey, progress: Pro
     with try_lock(run.archive_lock) as ours:
         if not ours:
             raise RunBusy(f"{run.root}: another archive of this run is under way", "wait until it is done")
-        _clear(run.spool)
-        try:
-            return _Archive(run, remotes, found, progress or (lambda _step, _done, _total: None)).go()
-        finally:
-            _clear(run.spool)
-
-
-def _clear(spool: Path) -> None:
-    if spool.exists():
-        files.remove_tree(spool)
+        with spooled(run) as spool:
+            return _Archive(run, remotes, found, spool, progress or (lambda _step, _done, _total: None)).go()
 
 
 class _Archive:
-    def __init__(self, run: RunDir, remotes: Sequence[Remote], found: Survey, progress: Progress) -> None:
-        self.run, self.found, self.progress = run, found, progress
+    def __init__(self, run: RunDir, remotes: Sequence[Remote], found: Survey, spool: RunDir, progress: Progress) -> None:
+        self.run, self.found, self.spool, self.progress = run, found, spool, progress
         self.remotes = {remote.word: remote for remote in remotes}
         self.done = Done(problems=dict(found.problems))
 
@@ -190,7 +181,7 @@ class _Archive:
                 self.done.problems[step.tier] = str(error)
                 told = {"name": str(step.name), "step": step.name.step, "place": step.tier, "retryable": error.retryable}
                 events.record(self.run, "archive_failed", **told, error=str(error)[:1000])
-        self.done.thawed = refresh(self.run, [Stored(one.store, one.word) for one in self.remotes.values()])
+        self.done.thawed = refresh(self.run, [remote.copies for remote in self.remotes.values()])
         return self.done
 
     def adopt(self, tier: Remote, name: CheckpointName) -> None:
@@ -214,8 +205,8 @@ class _Archive:
 
     def spooled(self, step: Step) -> RunDir:
         """The checkpoint, brought from another place; it stays for the next tier that wants it."""
-        spool, source = RunDir(self.run.spool), self.remotes[step.source]
-        if not spool.manifest(step.name).exists():
-            _clear(spool.root)
-            pull(source.store, spool, name=step.name, place=source.word)
-        return spool
+        source = self.remotes[step.source]
+        if not self.spool.manifest(step.name).exists():
+            clear(self.run)
+            pull(source.store, self.spool, name=step.name, place=source.word)
+        return self.spool

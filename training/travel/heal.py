@@ -1,4 +1,4 @@
-"""Repair of one checkpoint from its other copy: file by file where both say the same, whole where they do not.
+"""Repair of one copy of a checkpoint from another: file by file where both say the same, whole where they do not.
 
 The good copy is only read. A damaged file is replaced whole, by bytes proven beforehand; a fact says good only after the
 repaired copy was read back."""
@@ -14,22 +14,23 @@ from perdure.training.checkpoint import facts, verify
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.hold import hold
 from perdure.training.checkpoint.manifest import Manifest
-from perdure.training.checkpoint.upkeep import try_upkeep
+from perdure.training.checkpoint.upkeep import try_lock, try_upkeep
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ObjectNotFound, StoreConflict
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
-from perdure.training.travel.copies import Local, State, entries_of
+from perdure.training.travel.copies import Local, State, Stored, entries_of
 from perdure.training.travel.digest import Proof
 from perdure.training.travel.fetch import fetch
 from perdure.training.travel.pull import pull
 from perdure.training.travel.push import CHECK_KEY, push
+from perdure.training.travel.spool import spooled
 
 _MOST, _LONGEST = 20, 300
 """Damages a fact tells, and characters of each."""
 
 
-def mend_local(run: RunDir, store: ObjectStore, name: CheckpointName, local: State, stored: State) -> str:
-    """Bring what is damaged here back from the store. "" when the copy proved good afterwards, else why it is not."""
+def mend_local(run: RunDir, place: Stored, name: CheckpointName, local: State, stored: State) -> str:
+    """Bring what is damaged here back from another place. "" when the copy proved good afterwards, else why it is not."""
     with _ours(run) as ours:
         if not ours:
             return "other upkeep works on this run's checkpoints: left for the next scrub"
@@ -37,11 +38,11 @@ def mend_local(run: RunDir, store: ObjectStore, name: CheckpointName, local: Sta
             if local.manifest and stored.manifest and local.manifest.digest == stored.manifest.digest:
                 if common := sorted(set(local.bad) & set(stored.bad)):
                     return f"both copies of {', '.join(common)} are damaged"
-                _fetch(run, store, local.manifest, local)
+                _fetch(run, place.store, local.manifest, local)
             elif stored.good:
-                pull(store, run, name=name)
+                pull(place.store, run, name=name, place=place.word)
             else:
-                return "the store's copy is damaged too"
+                return f"the copy in {place.word} is damaged too"
             fact = verify.check(run, name)
         except (CheckpointDamaged, CheckpointNotFound, ObjectNotFound) as error:
             return str(error)
@@ -69,14 +70,28 @@ def _fetch(run: RunDir, store: ObjectStore, found: Manifest, local: State) -> No
                 files.fsync_dir(path.parent)
 
 
-def mend_stored(run: RunDir, store: ObjectStore, name: CheckpointName, local: State, stored: State) -> str:
+def mend_stored(run: RunDir, place: Stored, name: CheckpointName, local: State, stored: State) -> str:
     """Push the good local copy again, which reads everything back. "" when that went well, else why not."""
     if stored.manifest and local.manifest and stored.manifest.base is None and local.manifest.base is not None:
-        return f"the store holds a rolled-up {name}, here it is still an increment: `perdure rollup {run.root}`, then push"
+        return f"{place.word} holds a rolled-up {name}, here it is still an increment: `perdure rollup {run.root}`, then push"
     try:
-        push(run, store, name)
+        push(run, place.store, name, place=place.word)
     except (CheckpointDamaged, CheckpointNotFound, StoreConflict) as error:
         return str(error)
+    return ""
+
+
+def mend_through(run: RunDir, source: Stored, target: Stored, name: CheckpointName) -> str:
+    """Copy from one place to another what is not here. "" when that went well, else why not."""
+    with try_lock(run.archive_lock) as ours:
+        if not ours:
+            return "an archive of this run is under way: left for the next scrub"
+        try:
+            with spooled(run) as spool:
+                pull(source.store, spool, name=name, place=source.word)
+                push(spool, target.store, name, place=target.word)
+        except (CheckpointDamaged, CheckpointNotFound, ObjectNotFound, StoreConflict) as error:
+            return str(error)
     return ""
 
 
@@ -86,18 +101,18 @@ def record_local(run: RunDir, name: CheckpointName, problems: list[str]) -> None
         facts.write_fact(run, name, _fact("local", problems, str(name)))
 
 
-def record_stored(run: RunDir, store: ObjectStore, name: CheckpointName, problems: list[str]) -> None:
-    """In the store for whoever has nothing else, and here where there is a copy too."""
-    fact = _fact("store", problems, store.url)
-    store.put(RunDir.checkpoint_key(name, CHECK_KEY), msgspec.json.encode(fact))
+def record_stored(run: RunDir, place: Stored, name: CheckpointName, problems: list[str], storage_class: str) -> None:
+    """At its place for whoever has nothing else, and here where there is a copy too."""
+    fact = _fact(place.word, problems, place.store.url, storage_class)
+    place.store.put(RunDir.checkpoint_key(name, CHECK_KEY), msgspec.json.encode(fact))
     if run.manifest(name).exists():
         facts.write_fact(run, name, fact)
 
 
-def _fact(copy: str, problems: list[str], location: str) -> Fact:
+def _fact(copy: str, problems: list[str], location: str, storage_class: str = "") -> Fact:
     told = tuple(problem[:_LONGEST] for problem in problems[:_MOST])
     result = "damaged" if problems else "good"
-    return Fact(copy=copy, checked_at=time.time(), result=result, damage=told, location=location)
+    return Fact(copy=copy, checked_at=time.time(), result=result, damage=told, location=location, storage_class=storage_class)
 
 
 def told(state: State) -> list[str]:

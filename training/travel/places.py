@@ -6,6 +6,7 @@ from perdure.training.checkpoint import facts
 from perdure.training.config import RunConfig
 from perdure.training.storage.store import ObjectStore, open_store
 from perdure.training.tier_settings import StoreSection, TierSection
+from perdure.training.travel.copies import Stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,11 @@ class Remote:
     """`store`, or the name of the tier."""
     store: ObjectStore
     section: StoreSection
+
+    @property
+    def copies(self) -> Stored:
+        """To look at what is there."""
+        return Stored(self.store, self.word)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,3 +44,8 @@ def remotes_of(config: RunConfig) -> list[Remote]:
     if config.store_url:
         near.append(Remote(word=facts.STORE, store=open_store(config.store_url, config.store), section=config.store))
     return [*near, *(tier for tier in tiers if tier not in near)]
+
+
+def reading_order(config: RunConfig) -> list[Stored]:
+    """The places of a run besides its directory, in the order in which they are read."""
+    return [remote.copies for remote in remotes_of(config)]
