@@ -30,8 +30,9 @@ def scrub(config: RunConfig, budget: str, dry_run: bool) -> dict[str, Any]:  # A
         log.info("%d copies were left out: they have to be thawed first.", found.frozen)
     if not chosen:
         log.info("Nothing to scrub: run %s has %d copies, budget %s.", config.run.name, len(copies), budget)
+    elif dry_run:
+        log.info("Would read %d of %d copies.", len(chosen), len(copies))
     if dry_run or not chosen:
-        log.info("Would read %d of %d copies.", len(chosen), len(copies)) if chosen else None
         return {"copies": len(copies), "chosen": names, "damaged": 0, "problems": problems}
     done = scrubbing.scrub(run, [place for place in places if place.word not in problems], copies, chosen)
     for one in done.found:

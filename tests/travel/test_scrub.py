@@ -256,6 +256,21 @@ def test_a_tier_that_is_away_is_said_and_what_only_it_could_repair_is_left_for_l
     assert outcomes(scrubbed(made, None, *tiers))["local"] == "repaired"
 
 
+class PrunedMeanwhile(FolderStore):
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
+        done = super().put(key, data, if_absent=if_absent)
+        self.delete([f"{key.rpartition('/')[0]}/{MANIFEST}"])
+        return done
+
+
+def test_nobody_counts_on_a_copy_that_was_pruned_while_it_was_read(made: Any, tiers: list[Stored]) -> None:
+    name = made.commit(100, 1)
+    push(made.dir, tiers[0].store, name, place="near")
+    place = Stored(PrunedMeanwhile(Path(tiers[0].store.url.removeprefix("file://"))), "near")
+    scrub(made.dir, [place], copies_of(made, place), [copy for copy in copies_of(made, place) if copy.place == "near"])
+    assert not facts.is_in(made.dir, name, "near")
+
+
 # the plan
 
 

@@ -151,6 +151,8 @@ def test_scrub_reads_a_cold_copy_while_it_is_thawed(made: MadeRun, tier: Tier, g
     fill(made, tier)
     found = survey(made.dir, [place])
     assert (found.frozen, [copy.place for copy in choose(found.copies, 1 << 30)]) == (1, ["local"])
+    facts.write_fact(made.dir, name, Fact(copy="cold", checked_at=1.0, result="good"))  # as if a rule of the bucket moved it
+    assert survey(made.dir, [place]).frozen == 1
     pack = made.dir.checkpoint(name) / rank_pack(0)
     whole = pack.read_bytes()
     pack.write_bytes(b"rot" + whole[3:])

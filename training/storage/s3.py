@@ -294,7 +294,8 @@ class S3Store:
                 if not item["Key"].startswith(self._prefix + prefix):
                     raise StoreError(f"{self._where(prefix)}: {self._endpoint} lists keys of other prefixes", retryable=False)
                 age = (now - item.get("LastModified", now)).total_seconds()
-                found.append(ObjectInfo(item["Key"][len(self._prefix) :], int(item["Size"]), age))
+                key, storage_class = item["Key"][len(self._prefix) :], str(item.get("StorageClass", ""))
+                found.append(ObjectInfo(key, int(item["Size"]), age, storage_class))
             before, token = token, page.get("NextContinuationToken")
             if not page.get("IsTruncated") or not token:
                 break

@@ -29,6 +29,8 @@ class ObjectInfo:
     size: int
     age_secs: float
     """By the store's own clock; of a folder by this machine's."""
+    storage_class: str = ""
+    """S3's word for it; empty of a folder, and of a server that says none."""
 
 
 @dataclass(frozen=True)

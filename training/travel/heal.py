@@ -15,7 +15,7 @@ from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.hold import hold
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.upkeep import try_lock, try_upkeep
-from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ObjectNotFound, StoreConflict
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ObjectNotFound, StoreConflict, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
 from perdure.training.travel.copies import Local, State, Stored, entries_of
@@ -74,6 +74,10 @@ def mend_stored(run: RunDir, place: Stored, name: CheckpointName, local: State, 
     """Push the good local copy again, which reads everything back. "" when that went well, else why not."""
     if stored.manifest and local.manifest and stored.manifest.base is None and local.manifest.base is not None:
         return f"{place.word} holds a rolled-up {name}, here it is still an increment: `perdure rollup {run.root}`, then push"
+    return _pushed(run, place, name)
+
+
+def _pushed(run: RunDir, place: Stored, name: CheckpointName) -> str:
     try:
         push(run, place.store, name, place=place.word)
     except (CheckpointDamaged, CheckpointNotFound, StoreConflict) as error:
@@ -81,18 +85,20 @@ def mend_stored(run: RunDir, place: Stored, name: CheckpointName, local: State, 
     return ""
 
 
-def mend_through(run: RunDir, source: Stored, target: Stored, name: CheckpointName) -> str:
-    """Copy from one place to another what is not here. "" when that went well, else why not."""
+def mend_through(run: RunDir, source: Stored, target: Stored, name: CheckpointName, away: dict[str, str]) -> str:
+    """Copy from one place to another what is not here. "" when that went well, else why not; `away` gets a source that cannot
+    be read now."""
     with try_lock(run.archive_lock) as ours:
         if not ours:
             return "an archive of this run is under way: left for the next scrub"
-        try:
-            with spooled(run) as spool:
+        with spooled(run) as spool:
+            try:
                 pull(source.store, spool, name=name, place=source.word)
-                push(spool, target.store, name, place=target.word)
-        except (CheckpointDamaged, CheckpointNotFound, ObjectNotFound, StoreConflict) as error:
-            return str(error)
-    return ""
+            except (CheckpointDamaged, CheckpointNotFound, StoreError) as error:
+                if isinstance(error, StoreError) and error.retryable:
+                    away[source.word] = str(error)
+                return str(error)
+            return _pushed(spool, target, name)
 
 
 def record_local(run: RunDir, name: CheckpointName, problems: list[str]) -> None:
@@ -107,6 +113,8 @@ def record_stored(run: RunDir, place: Stored, name: CheckpointName, problems: li
     place.store.put(RunDir.checkpoint_key(name, CHECK_KEY), msgspec.json.encode(fact))
     if run.manifest(name).exists():
         facts.write_fact(run, name, fact)
+        if not place.exists(name):  # a prune of that place had the word, and nobody may count on that copy
+            files.remove(run.fact(name, place.word))
 
 
 def _fact(copy: str, problems: list[str], location: str, storage_class: str = "") -> Fact:

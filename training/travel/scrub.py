@@ -112,7 +112,8 @@ class _Scrub:
 
     def lender(self, place: str, name: CheckpointName) -> Place | None:
         """Another copy, whose index proves a pack where that of the place itself is damaged."""
-        return next((one for word, one in self.places.items() if word != place and (word, name) in self.copies), None)
+        held = (self.copies.get((word, name)) for word in self.places if word != place)
+        return next((self.places[copy.place] for copy in held if copy is not None and not copy.is_frozen), None)
 
     def count(self, size: int) -> None:
         self.done.bytes_read += size
@@ -173,7 +174,7 @@ class _Scrub:
             why = heal.mend_stored(self.run, target, copy.name, local, state)
         else:
             for source, other in self.others(copy.name, copy.place, away):
-                if other.good and not (why := heal.mend_through(self.run, source, target, copy.name)):
+                if other.good and not (why := heal.mend_through(self.run, source, target, copy.name, away)):
                     break
         if not why:
             self.repaired(copy.place, copy, heal.told(state))
@@ -222,7 +223,7 @@ class _Scrub:
         lost = [self.copies[place, copy.name] for place in dict.fromkeys([copy.place, *seen])]
         known = all(one.result == "damaged" for one in lost)
         for one in lost:
-            self.record(one, problems)
+            self.record_damage(one, problems)
             self.copies[one.key] = replace(one, result="damaged")
         if not known:
             self.quarantined(copy, problems)
@@ -230,7 +231,7 @@ class _Scrub:
         places = [one.place for one in lost]
         for other in list(self.copies.values()):
             if other.base == copy.name and other.place in places and other.result != "damaged":
-                self.record(other, [f"base: {copy.name} is damaged"])
+                self.record_damage(other, [f"base: {copy.name} is damaged"])
 
     def quarantined(self, copy: Copy, problems: list[str]) -> None:
         following = (
@@ -244,6 +245,13 @@ class _Scrub:
             heal.record_local(self.run, copy.name, problems)
         else:
             heal.record_stored(self.run, self.remotes[copy.place], copy.name, problems, copy.storage_class)
+
+    def record_damage(self, copy: Copy, problems: list[str]) -> None:
+        """A place that cannot be told is not that of the copy at hand, perhaps."""
+        try:
+            self.record(copy, problems)
+        except StoreError as error:
+            self.done.problems[copy.place] = str(error)
 
     def say(self, copy: Copy, outcome: str, reason: str = "") -> None:
         if all(one.copy.key != copy.key for one in self.done.found):

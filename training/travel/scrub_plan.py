@@ -2,15 +2,16 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from perdure.training.checkpoint import catalog, facts
 from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.facts import LOCAL, Fact
 from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.checkpoint.thaws import read_thaws
-from perdure.training.errors import CheckpointDamaged, ConfigError, ObjectNotFound, StoreError
+from perdure.training.errors import CheckpointDamaged, ConfigError, ObjectNotFound, StoreConflict, StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.store_settings import NEED_THAW
 from perdure.training.travel.contents import committed_among, read_remote_fact
 from perdure.training.travel.copies import Stored, read_manifest
 from perdure.training.travel.fence import check_same_run, remote_run_info
@@ -72,8 +73,8 @@ def parse_budget(text: str, total: int) -> int:
 
 
 def survey(run: RunDir, places: Iterable[Stored]) -> Survey:
-    """Every copy there is. A place that cannot be reached now is left out, and said. Raises StoreError where waiting does not
-    help, StoreConflict where a place is another run's."""
+    """Every copy there is. A place that cannot be looked at is left out, and said. Raises StoreConflict where one is another
+    run's."""
     here = {one.name: one for one in catalog.list_checkpoints(run)}
     copies = [_copy(name, LOCAL, one.bytes_on_disk, facts.read_fact(run, name, LOCAL), one.base) for name, one in here.items()]
     thawed = {(thaw.place, thaw.checkpoint) for thaw in read_thaws(run) if thaw.state == "thawed"}
@@ -81,9 +82,9 @@ def survey(run: RunDir, places: Iterable[Stored]) -> Survey:
     for place in places:
         try:
             copies += _of_place(run, place, here, thawed)
+        except StoreConflict:
+            raise
         except StoreError as error:
-            if not error.retryable:
-                raise
             problems[place.word] = str(error)
     return Survey(copies=tuple(copies), problems=problems)
 
@@ -95,10 +96,12 @@ def _of_place(run: RunDir, place: Stored, here: Mapping[CheckpointName, Listed],
     except ObjectNotFound:
         return []
     objects = list(place.store.list(RunDir.CHECKPOINTS_KEY))
-    sizes: dict[str, int] = {}
+    sizes, classes = dict[str, int](), dict[str, str]()
     for item in objects:
         folder = item.key.split("/")[1]
         sizes[folder] = sizes.get(folder, 0) + item.size
+        if item.storage_class in NEED_THAW:  # also where a rule of the bucket moved it
+            classes[folder] = item.storage_class
     found = []
     for name in committed_among(objects):
         listed = here.get(name)
@@ -106,19 +109,16 @@ def _of_place(run: RunDir, place: Stored, here: Mapping[CheckpointName, Listed],
         if known is None or known.result == facts.PRUNED:
             known = read_remote_fact(place.store, name)
         base = listed.base if listed and listed.manifest else _stored_base(place, name, run_id)
-        is_thawed = (place.word, str(name)) in thawed
-        found.append(_copy(name, place.word, sizes[str(name)], known, base, is_thawed=is_thawed))
+        cold = classes.get(str(name), "")
+        is_frozen = bool(cold) and (place.word, str(name)) not in thawed
+        copy = _copy(name, place.word, sizes[str(name)], known, base)
+        found.append(replace(copy, storage_class=cold, is_frozen=is_frozen))
     return found
 
 
-def _copy(
-    name: CheckpointName, place: str, size: int, fact: Fact | None, base: CheckpointName | None, *, is_thawed: bool = False
-) -> Copy:
-    checked, result, cold = (fact.checked_at, fact.result, fact.storage_class) if fact else (0.0, "", "")
-    return Copy(
-        name=name, place=place, bytes=size, checked_at=checked, result=result, base=base,
-        storage_class=cold, is_frozen=bool(cold) and not is_thawed,
-    )  # fmt: skip
+def _copy(name: CheckpointName, place: str, size: int, fact: Fact | None, base: CheckpointName | None) -> Copy:
+    checked, result = (fact.checked_at, fact.result) if fact else (0.0, "")
+    return Copy(name=name, place=place, bytes=size, checked_at=checked, result=result, base=base)
 
 
 def _stored_base(place: Stored, name: CheckpointName, run_id: str) -> CheckpointName | None:
