@@ -21,6 +21,11 @@ def visible(text: str) -> str:
     )
 
 
+def say(text: str) -> None:
+    """Beside the answer: on standard error."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
 def size(count: float) -> str:
     """Bytes in decimal units, as stores and disks are sold."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -1,26 +1,26 @@
 """`perdure restore`: a checkpoint as a file others can read: .safetensors (here), or .pt (in a process with torch).
 
-What is not here is read from the run's store, and of it only what --only names."""
+What is not here is read from the run's store and tiers, and of it only what --only names."""
 
 import argparse
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perdure.cli import render
+from perdure.cli import render, thaw
 from perdure.cli.target import Target, add_endpoint, add_selection, add_target, resolve, select, store_at
-from perdure.training.checkpoint import catalog, lineage
+from perdure.training.checkpoint import catalog, facts, lineage
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, PerdureError
-from perdure.training.run_dir import CheckpointName
+from perdure.training.run_dir import CheckpointName, RunDir
 
 if TYPE_CHECKING:
     from perdure.training.checkpoint.reader import CheckpointReader
-    from perdure.training.storage.store import ObjectStore
+    from perdure.training.travel.copies import Stored
 
 TORCH = (".pt", ".pth")
 _THREADS = 4
@@ -29,20 +29,24 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class _Found:
-    """The checkpoint, here (`folder`) or in a store, and how to open it; the list takes the numbers of bytes it fetches."""
+    """The checkpoint, here (`folder`) or at a `place`, and how to open it; the list takes the numbers of bytes it fetches."""
 
     name: CheckpointName
     where: str
     open: "Callable[[list[int]], CheckpointReader]"
     folder: Path | None = None
+    place: "Stored | None" = None
+    run: RunDir | None = None
+    """Whose directory a thaw is recorded in."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_target(parser, "a run directory, its run.toml, or the URL of its store (s3://bucket/prefix)")
+    add_target(parser, "a run directory, its run.toml, or the URL of its store or of a tier (s3://bucket/prefix)")
     parser.add_argument("out", metavar="OUT", help="file to write: name.safetensors or name.pt")
     add_selection(parser, "the checkpoint")
     parser.add_argument("--only", metavar="GLOB", help="names to write, e.g. 'model.*'; for .pt names of tracked objects")
     add_endpoint(parser)
+    thaw.add_arguments(parser)
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written")
 
@@ -60,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     elif out.suffix in TORCH:
         answer |= _export(found, out, args.only)
     else:
-        answer |= _safetensors(found, out, args.only, quiet=args.json)
+        answer |= _read(args, found, lambda: _safetensors(found, out, args.only, quiet=args.json))
     if args.json:
         render.print_json(answer)
     else:
@@ -83,9 +87,11 @@ def _check_out(out: Path, force: bool) -> None:
 
 def _found(args: argparse.Namespace) -> _Found:
     if "://" in args.target:
+        from perdure.training.travel.copies import Stored
+
         if args.set:
             raise ConfigError(f"--set {args.set[0]}: {args.target} is a store", "--set needs a run.toml as target")
-        return _in_store(store_at(args.target, args), args)
+        return _elsewhere([Stored(store_at(args.target, args), facts.STORE)], args, None)
     target = resolve(args.target, args.set)
     if args.endpoint_url or args.region:
         raise ConfigError(
@@ -94,9 +100,9 @@ def _found(args: argparse.Namespace) -> _Found:
     try:
         return _here(target, args)
     except CheckpointNotFound:
-        if not target.store_url:
+        if not target.places:
             raise
-    return _in_store(target.open_store(), args)
+    return _elsewhere(target.reading_order(), args, target.run)
 
 
 def _here(target: Target, args: argparse.Namespace) -> _Found:
@@ -113,24 +119,38 @@ def _here(target: Target, args: argparse.Namespace) -> _Found:
     return _Found(name, str(target.run.root), lambda _: open_checkpoint(folder), folder)
 
 
-def _in_store(store: "ObjectStore", args: argparse.Namespace) -> _Found:
-    from perdure.training.travel.contents import contents, newest_good
+def _elsewhere(places: "Sequence[Stored]", args: argparse.Namespace, run: RunDir | None) -> _Found:
+    """At the first place that has a good copy, of those where it can be read now."""
     from perdure.training.travel.source import open_stored
+    from perdure.training.travel.sources import look
+    from perdure.training.travel.thaw import readable
 
-    found = contents(store)
-    if found.info is None:
-        raise CheckpointNotFound(f"{store.url} holds no run", "check the URL; nothing was pushed there yet")
-    history, run_id = lineage.follow(found.launches, list(found.checkpoints)), found.info.id
+    found, where = look(places, render.say), ", ".join(place.store.url for place in places)
     if args.step is not None or args.name is not None:
-        name: CheckpointName | None = select(store.url, found.checkpoints, history, args)
+        name = select(where, found.committed, found.history, args)
+    elif (newest := next(filter(found.good, found.history), None)) is not None:
+        name = newest
     else:
-        name = newest_good(store, history)
-    if name is None:
-        raise CheckpointNotFound(
-            f"{store.url} has no checkpoint that could be restored", "see `perdure pull URL DIR --dry-run`"
-        )
-    chosen = name
-    return _Found(chosen, store.url, lambda fetched: open_stored(store, chosen, run_id, fetched.append))
+        raise CheckpointNotFound(f"{where} has no checkpoint that could be restored", "see `perdure pull URL DIR --dry-run`")
+    place = readable(found.good(name) or found.holding(name), name)
+
+    def opened(fetched: list[int]) -> "CheckpointReader":
+        return open_stored(place.store, name, found.info.id, fetched.append)
+
+    return _Found(name, place.store.url, opened, place=place, run=run)
+
+
+def _read(args: argparse.Namespace, found: _Found, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:  # Any: JSON values
+    """What `action` gives, with a thaw before it where that is needed and asked for."""
+    if (place := found.place) is None:
+        return action()
+    from perdure.training.travel.thaw import needed
+
+    def attempt() -> dict[str, Any]:
+        with needed(place, found.name):
+            return action()
+
+    return thaw.reading(args, found.run, [place], attempt)
 
 
 def _safetensors(found: _Found, out: Path, only: str | None, *, quiet: bool) -> dict[str, Any]:  # Any: JSON values

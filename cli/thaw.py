@@ -1,7 +1,6 @@
 """What the verbs say of copies that have to be thawed before they are read: asked for, waited for, shown."""
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,15 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wait", action="store_true", help="with --thaw: wait until it can be read")
 
 
-def reading(args: argparse.Namespace, run: RunDir, places: "Sequence[Stored]", action: Callable[[], Result]) -> Result:
+def reading(args: argparse.Namespace, run: RunDir | None, places: "Sequence[Stored]", action: Callable[[], Result]) -> Result:
     """What `action` gives, with a thaw before it where that is needed and asked for."""
     from perdure.training.travel import thaw
 
-    return thaw.reading(action, run, places, asks=args.thaw, waits=args.wait, say=_say)
-
-
-def _say(text: str) -> None:
-    print(render.visible(text), file=sys.stderr)
+    return thaw.reading(action, run, places, asks=args.thaw, waits=args.wait, say=render.say)
 
 
 def of_tier(args: argparse.Namespace, target: Target) -> int:

@@ -36,6 +36,10 @@ def test_the_plan_is_shown_then_done_and_ls_says_where_copies_are(made: Any, com
     again = command("archive", made.toml, *tiers)
     assert again.out == f"nothing to archive: the tiers of {made.run.root} have what they are to have\n"
     shutil.rmtree(made.run.root)
+    out = tmp_path / "out.safetensors"
+    restored = [command("restore", made.toml, out, "--force", *tiers, *of, "--json").json for of in ((), ("--step", "20"))]
+    sources = [(one["step"], one["source"]) for one in restored]
+    assert sources == [(40, (tmp_path / "share").as_uri()), (20, (tmp_path / "far").as_uri())]
     listed = command("pull", made.toml, *tiers, "--dry-run")
     assert listed.out.splitlines()[0] == f"share ({(tmp_path / 'share').as_uri()}):"
     pulled = command("pull", made.toml, *tiers, "--json").json
@@ -60,7 +64,9 @@ def test_a_run_directory_and_a_run_without_tiers_are_told_apart(made: Any, comma
     assert (none.code, none.out) == (0, f"nothing to archive: {made.toml} has no [tiers.NAME]\n")
 
 
-def test_a_frozen_checkpoint_is_asked_for_shown_waited_for_and_pulled(made: Any, command: Command, s3_keys: S3Server) -> None:
+def test_a_frozen_checkpoint_is_asked_for_shown_waited_for_and_read(
+    made: Any, command: Command, s3_keys: S3Server, tmp_path: Path
+) -> None:
     assert command("verify", made.run.root, "--step", "40").code == 0
     name, glacier = "000000000040-0001", Glacier(looks=2)
     with proxy_to(s3_keys.endpoint, glacier) as proxy:
@@ -80,8 +86,17 @@ def test_a_frozen_checkpoint_is_asked_for_shown_waited_for_and_pulled(made: Any,
         assert [(one["name"], one["place"], one["state"]) for one in status["thaws"]] == [(name, "cold", "thawing")]
         glacier.freeze()
         shutil.rmtree(made.run.root)
-        refused = command("pull", made.toml, *tiers)
-        assert (refused.code, "--thaw" in refused.err) == (12, True)
+        out = tmp_path / "out.safetensors"
+        for verb in (("pull", made.toml), ("restore", made.toml, out)):
+            refused = command(*verb, *tiers)
+            assert (refused.code, "--thaw" in refused.err) == (12, True)
+        asked = command("restore", made.toml, out, *tiers, "--thaw")
+        assert (asked.code, f"checkpoint {name} in cold is thawing" in asked.err) == (12, True)
+        assert command("restore", made.toml, out, *tiers, "--thaw", "--wait", "--json").json["step"] == 40
+        glacier.freeze()
+        where = ("--endpoint-url", proxy.endpoint, "--region", "here", "--force")
+        assert command("restore", url["url"], out, *where, "--thaw", "--wait", "--json").json["source"] == url["url"]
+        glacier.freeze()
         pulled = command("pull", made.toml, *tiers, "--thaw", "--wait", "--json")
         assert (pulled.code, pulled.json["step"], pulled.json["place"]) == (0, 40, "cold")
         assert f"checkpoint {name} in cold is thawing" in pulled.err

@@ -75,12 +75,6 @@ def read_remote_fact(store: ObjectStore, name: CheckpointName) -> Fact | None:
         return None
 
 
-def newest_good(store: ObjectStore, history: Sequence[CheckpointName]) -> CheckpointName | None:
-    """The first of these, newest first, that is not known to be damaged there."""
-    known = ((name, read_remote_fact(store, name)) for name in history)
-    return next((name for name, fact in known if fact is None or fact.result == "good"), None)
-
-
 def list_remote(
     store: ObjectStore, place: str, names: Sequence[CheckpointName], history: Collection[CheckpointName], run_id: str
 ) -> list[Listed]:

@@ -18,7 +18,6 @@ from perdure.training.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     DiskFull,
-    NeedsThaw,
     ObjectNotFound,
     StoreConflict,
     StoreError,
@@ -29,6 +28,7 @@ from perdure.training.travel.contents import read_remote_fact
 from perdure.training.travel.copies import Stored
 from perdure.training.travel.digest import Proof
 from perdure.training.travel.fetch import fetch
+from perdure.training.travel.thaw import needed
 
 SPARE_BYTES = 64 << 20
 PullProgress = Callable[[int, int], None]
@@ -40,7 +40,7 @@ class CopyIn:
     """From one place; remembers what of it was found damaged."""
 
     def __init__(self, place: Stored, run: RunDir, run_id: str, progress: PullProgress | None) -> None:
-        self._store, self._word, self._run, self._id, self._progress = place.store, place.word, run, run_id, progress
+        self._place, self._store, self._run, self._id, self._progress = place, place.store, run, run_id, progress
         self._damaged: set[CheckpointName] = set()
         self._done = 0
         self._counting = threading.Lock()
@@ -48,26 +48,27 @@ class CopyIn:
     def bring(self, name: CheckpointName) -> str:
         """Fetch and prove one checkpoint, its base first; "" or what is damaged of it. Raises StoreError, DiskFull."""
         try:
-            wanted = [found := self._manifest(name)]
-            if self._is_full_here(found):
-                return ""
-            if found.base_name is not None:
-                wanted.insert(0, self._base(found, found.base_name))
-            self._check_room(sum(record.bytes for one in wanted for record in one.files))
-            self._done, total = 0, sum(record.bytes for one in wanted for record in one.files)
-            base: _Ranks | None = None
-            for one in wanted:
-                base = self._fetch(one, total, base)
+            with needed(self._place, name):
+                self._bring(name)
             return ""
         except (CheckpointDamaged, ObjectNotFound) as error:
             return str(error)
-        except NeedsThaw as error:
-            text = f"checkpoint {name} in {self._store.url} has to be thawed before it can be read"
-            raise NeedsThaw(text, checkpoint=str(name), place=self._word) from error
         except StoreError as error:
             if error.retryable or isinstance(error, StoreConflict) or error.hint:  # not about this one object
                 raise
             return str(error)
+
+    def _bring(self, name: CheckpointName) -> None:
+        wanted = [found := self._manifest(name)]
+        if self._is_full_here(found):
+            return
+        if found.base_name is not None:
+            wanted.insert(0, self._base(found, found.base_name))
+        self._check_room(sum(record.bytes for one in wanted for record in one.files))
+        self._done, total = 0, sum(record.bytes for one in wanted for record in one.files)
+        base: _Ranks | None = None
+        for one in wanted:
+            base = self._fetch(one, total, base)
 
     def _is_full_here(self, increment: Manifest) -> bool:
         """Rolled up here since it was pushed: the increment must not take its place, others may be written against that."""
@@ -110,7 +111,7 @@ class CopyIn:
         """That place has a good copy: it was just read."""
         known = read_remote_fact(self._store, name) if self._store.cold is not None else None
         fact = Fact(
-            copy=self._word,
+            copy=self._place.word,
             checked_at=time.time(),
             result="good",
             location=self._store.url,

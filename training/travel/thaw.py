@@ -3,7 +3,7 @@ says where it stands and is recorded in the run directory, and whoever comes bac
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from perdure.training import events
@@ -29,7 +29,24 @@ def copy_of(places: Iterable[Stored], name: CheckpointName) -> Stored:
     holding = [place for place in places if place.exists(name)]
     if not holding:
         raise CheckpointNotFound(f"no place holds checkpoint {name}", "see `perdure pull RUN.TOML --dry-run`")
+    return readable(holding, name)
+
+
+def readable(holding: Sequence[Stored], name: CheckpointName) -> Stored:
+    """Of the places that hold a checkpoint the first where it can be read now, else the first."""
+    if len(holding) == 1:
+        return holding[0]
     return next((place for place in holding if look(place, name).state == "readable"), holding[0])
+
+
+@contextlib.contextmanager
+def needed(place: Stored, name: CheckpointName) -> Iterator[None]:
+    """A thaw that is found to be needed is that of this checkpoint."""
+    try:
+        yield
+    except NeedsThaw as error:
+        text = f"checkpoint {name} in {place.store.url} has to be thawed before it can be read"
+        raise NeedsThaw(text, checkpoint=str(name), place=place.word) from error
 
 
 def look(place: Stored, name: CheckpointName) -> Access:
@@ -56,20 +73,21 @@ def _keys(place: Stored, name: CheckpointName) -> list[str]:
     return [RunDir.checkpoint_key(one.name, record.name) for one in both for record in one.files]
 
 
-def ask(run: RunDir, place: Stored, name: CheckpointName, *, days: int = DAYS, speed: Speed = SPEED) -> Thaw | None:
-    """Ask for what is frozen of a copy, once, and look how far it is; None where it can be read as it is.
+def ask(run: RunDir | None, place: Stored, name: CheckpointName, *, days: int = DAYS, speed: Speed = SPEED) -> Thaw | None:
+    """Ask for what is frozen of a copy, once, and look how far it is; None where it can be read as it is. `run`: where that is
+    recorded; None: nowhere, for there is none here.
 
     Raises StoreError where the key may not, or the class does not know the speed."""
     cold = place.store.cold
     if cold is None:
         return None
-    known = find_thaw(run, place.word, name)
+    known = find_thaw(run, place.word, name) if run else None
     asked = [key for key in _keys(place, name) if _thaw(cold, key, days, speed)]
     now, access = time.time(), look(place, name)
     if access == Access(state="readable") and not asked:
         return None
     fresh = asked or known is None or known.is_over
-    if asked:
+    if asked and run:
         text = f"asked for checkpoint {name} in {place.word} to be thawed, {speed.lower()}, for {days} days"
         events.record(run, "notice", text=text)
     return _write(run, place, name, access, now if fresh or known is None else known.asked_at)
@@ -82,12 +100,13 @@ def _thaw(cold: ColdStore, key: str, days: int, speed: Speed) -> bool:
     return True
 
 
-def _write(run: RunDir, place: Stored, name: CheckpointName, access: Access, asked_at: float) -> Thaw:
+def _write(run: RunDir | None, place: Stored, name: CheckpointName, access: Access, asked_at: float) -> Thaw:
     state = "thawed" if access.state == "readable" else access.state
     thaw = Thaw(
         place=place.word, checkpoint=str(name), state=state, asked_at=asked_at, checked_at=time.time(), until=access.until
     )
-    write_thaw(run, name, thaw)
+    if run:
+        write_thaw(run, name, thaw)
     return thaw
 
 
@@ -106,7 +125,7 @@ def refresh(run: RunDir, places: Sequence[Stored]) -> list[Thaw]:
     return ready
 
 
-def wait(run: RunDir, place: Stored, name: CheckpointName, thaw: Thaw) -> Thaw:
+def wait(run: RunDir | None, place: Stored, name: CheckpointName, thaw: Thaw) -> Thaw:
     """Look again and again until it can be read, or is frozen again."""
     pause = _FIRST_POLL_SECS
     while thaw.state == "thawing":
@@ -117,7 +136,13 @@ def wait(run: RunDir, place: Stored, name: CheckpointName, thaw: Thaw) -> Thaw:
 
 
 def reading(
-    action: Callable[[], Result], run: RunDir, places: Sequence[Stored], *, asks: bool, waits: bool, say: Callable[[str], None]
+    action: Callable[[], Result],
+    run: RunDir | None,
+    places: Sequence[Stored],
+    *,
+    asks: bool,
+    waits: bool,
+    say: Callable[[str], None],
 ) -> Result:
     """What `action` gives. A thaw that it needs is asked for if `asks`, waited for if `waits`; else NeedsThaw says what to do,
     and the same call goes on later."""
