@@ -9,7 +9,7 @@ from perdure.training.agent.saver import NICENESS
 from perdure.training.checkpoint.writer import write_checkpoint
 from perdure.training.process import keep_freed_memory
 from perdure.training.run_dir import CheckpointName, RunDir
-from perdure.training.slots import Snapshot
+from perdure.training.slots import MappedSlots
 
 NAME = CheckpointName(1, 1)
 
@@ -18,9 +18,10 @@ def main() -> None:
     slot, encoding, threads = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     os.nice(NICENESS)
     keep_freed_memory()
+    slots = MappedSlots()
     print("ready", flush=True)
     for line in sys.stdin:
-        snapshot = Snapshot(slot)
+        snapshot = slots.snapshot(slot)
         write_checkpoint(RunDir(Path(line.strip())), "bench", NAME, [snapshot], encoding=encoding, threads=threads)
         snapshot.close()
         print("committed", flush=True)

@@ -21,18 +21,17 @@ from perdure.training.errors import CheckpointDamaged, PerdureError
 from perdure.training.process import die_with_parent, keep_freed_memory
 from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName, RunDir
-from perdure.training.slots import Snapshot
+from perdure.training.slots import MappedSlots, Snapshot
 from perdure.training.wire import Message, Wire
 
 NICENESS = 10
 """Training comes first on a busy machine."""
 
 
-def save(run: RunDir, request: Message, fd: int, run_id: str) -> Message:
-    """Write the snapshot in `fd`; the answer says `committed` or `failed`."""
+def save(run: RunDir, request: Message, snapshot: Snapshot, run_id: str) -> Message:
+    """Write the snapshot; the answer says `committed` or `failed`."""
     started = time.monotonic()
     name = CheckpointName(request["step"], request["token"])
-    snapshot = Snapshot(fd)
     try:
         if not snapshot.whole or snapshot.step != name.step:
             return {"failed": f"slot holds no whole snapshot of step {name.step}", "errno": 0, "path": ""}
@@ -42,9 +41,6 @@ def save(run: RunDir, request: Message, fd: int, run_id: str) -> Message:
         return {"failed": str(error), "errno": error.errno or 0, "path": str(error.filename or run.checkpoint(name))}
     except PerdureError as error:
         return {"failed": str(error), "errno": 0, "path": str(run.checkpoint(name))}
-    finally:
-        snapshot.close()
-        os.close(fd)
     return {
         "committed": str(name),
         "step": name.step,
@@ -93,9 +89,14 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     run, wire = RunDir(Path(options.run_dir)), Wire(socket.socket(fileno=options.socket_fd))
+    slots = MappedSlots()
     while not wire.closed:
         for request in wire.receive(None):
-            wire.send(save(run, request, wire.fds.pop(0), options.run_id))
+            fd = wire.fds.pop(0)
+            snapshot = slots.snapshot(fd)
+            wire.send(save(run, request, snapshot, options.run_id))
+            snapshot.close()
+            os.close(fd)
 
 
 if __name__ == "__main__":
