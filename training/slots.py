@@ -135,10 +135,10 @@ class Snapshot:
     """A whole snapshot, mapped for reading. `data(entry)` is valid until `close`."""
 
     def __init__(self, fd: int, space: mmap.mmap | None = None) -> None:
-        """`space`: the slot's mapping where somebody keeps one, who also closes it."""
-        self._own = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ) if space is None else None
-        self._view = memoryview(space or self._own)  # type: ignore[arg-type]  # one of them is there
-        magic, self.generation, self.step, fixed, header_bytes, self._data = _CONTROL.unpack_from(self._view, 0)
+        """`space`: the slot's mapping where somebody keeps one."""
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ) if space is None else space
+        self._view = memoryview(self._map)
+        magic, self.generation, self.step, fixed, header_bytes, self._data = _CONTROL.unpack_from(self._map, 0)
         self.header: Header | None = None
         self._fixed: tuple[Entry, ...] = ()
         if magic == _MAGIC and self.generation > 0 and self.generation % 2 == 0:
@@ -164,12 +164,11 @@ class Snapshot:
 
     def close(self) -> None:
         self._view.release()
-        if self._own is not None:
-            self._own.close()
+        del self._map  # unmapped, unless it is kept
 
 
 class MappedSlots:
-    """Keeps slots mapped between saves: to read a fresh mapping costs a tenth of the saver's time, in page faults."""
+    """Keeps slots mapped between saves: reading a fresh mapping takes a tenth of the saver's time, in page faults."""
 
     def __init__(self) -> None:
         self._spaces: dict[int, mmap.mmap] = {}

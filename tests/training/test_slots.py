@@ -17,6 +17,7 @@ from perdure.training.slots import (
     About,
     Entry,
     Header,
+    MappedSlots,
     SlotWriter,
     Snapshot,
     aligned,
@@ -221,3 +222,14 @@ def test_snapshot_outlives_its_writer(fd: int) -> None:
     code = KILLED.replace('b"ha"\n', 'b"ha"\nspace[base + 2 : base + 4] = b"lf"\nwriter.finish()\n')
     subprocess.run([sys.executable, "-c", code, str(fd)], pass_fds=(fd,), check=False, timeout=60)
     assert read(fd) == (True, 9, b"half")
+
+
+def test_a_kept_mapping_shows_what_was_copied_later_and_follows_a_slot_that_grows(fd: int) -> None:
+    writer, kept, large = SlotWriter(fd), MappedSlots(), b"z" * (3 * DATA_ALIGN)
+    for step, data in enumerate((b"one", b"two", large, b"end")):
+        fill(writer, data, step)
+        again = os.dup(fd)  # as the saver gets it: another descriptor each time
+        snapshot = kept.snapshot(again)
+        assert (snapshot.whole, snapshot.step, bytes(snapshot.data(snapshot.entries[0]))) == (True, step, data)
+        snapshot.close()
+        os.close(again)
