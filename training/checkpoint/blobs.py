@@ -9,7 +9,7 @@ import blake3
 import xxhash
 
 from perdure.training.checkpoint.codec import ITEM_SIZES, EncodedBlob, Layout, encode_blob, encode_delta
-from perdure.training.checkpoint.ordered import INLINE, in_order
+from perdure.training.checkpoint.ordered import in_order
 from perdure.training.checkpoint.pack import (
     BLOB_BYTES,
     DERIVED,
@@ -92,7 +92,7 @@ class Encoder:
     def run(self, leaves: list[Leaf], threads: int) -> Iterator[tuple[Job, Stored]]:
         """All blobs of these leaves, in order."""
         jobs = (job for leaf in leaves for job in leaf.jobs())
-        return in_order(self._stored, jobs, threads=threads, here=lambda job: len(job.raw) <= INLINE)
+        return in_order(self._stored, jobs, threads=threads, nbytes=lambda job: len(job.raw))
 
     def _stored(self, job: Job) -> Stored:
         digest = blake3.blake3(job.raw).digest()

@@ -53,7 +53,7 @@ def _answers(leaves: Leaves, questions: list[_Question], threads: int) -> dict[s
     def answer(question: _Question) -> Entry | None:
         return next((one for one in question.sources if _is_derived(leaves, question, one)), None)
 
-    told = in_order(answer, questions, threads=threads, here=lambda _: False) if questions else ()
+    told = in_order(answer, questions, threads=threads, nbytes=lambda question: question.leaf.nbytes) if questions else ()
     return {question.leaf.path: Derived(question.how, source.path) for question, source in told if source is not None}
 
 

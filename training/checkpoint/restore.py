@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from perdure.training import files
-from perdure.training.checkpoint.ordered import INLINE, in_order
+from perdure.training.checkpoint.ordered import in_order
 from perdure.training.checkpoint.pack import IndexEntry
 from perdure.training.checkpoint.plain import unpack_plain
 from perdure.training.checkpoint.reader import CheckpointReader
@@ -113,7 +113,7 @@ def _blobs(reader: CheckpointReader, leaves: Collection[Leaf], threads: int) -> 
     reader.expect(leaves)
     jobs = ((rank, entry, number) for rank, entry in leaves for number in range(len(entry.blobs)))
     work = in_order(
-        lambda job: reader.blob(job[1], job[2], job[0]), jobs, threads=threads, here=lambda job: job[1].nbytes <= INLINE
+        lambda job: reader.blob(job[1], job[2], job[0]), jobs, threads=threads, nbytes=lambda job: job[1].blobs[job[2]].raw
     )
     with contextlib.closing(work):
         for _, raw in work:

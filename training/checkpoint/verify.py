@@ -86,7 +86,7 @@ class _Verifier:
     def _pack(self, entries: Iterable[IndexEntry], rank: int, pack: FileRecord, done: int) -> None:
         before = len(self.found)
         jobs = (_Job(entry, number, rank) for entry in entries for number in range(len(entry.blobs)))
-        told = in_order(self._check, jobs, threads=self._threads, here=lambda job: job.entry.nbytes <= INLINE)
+        told = in_order(self._check, jobs, threads=self._threads, nbytes=lambda job: job.entry.blobs[job.number].raw)
         last: IndexEntry | None = None
         for job, problem in told:
             if problem and job.entry is not last:  # one for each leaf
