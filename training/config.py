@@ -56,6 +56,8 @@ class CheckpointSection(_Section, frozen=True, kw_only=True):
 class LaunchSection(_Section, frozen=True, kw_only=True):
     processes: int = 1
     """Ranks on this machine."""
+    launcher: Literal["auto", "torchrun"] = "auto"
+    """auto: one process is started directly, several by torchrun; torchrun: one too, so that torch.distributed works in it."""
     stop_grace: float = 25.0
     """Seconds a stopping trainer has to finish its step and save, before it is killed."""
     startup_timeout: float = 600.0
@@ -73,6 +75,8 @@ class NotifySection(_Section, frozen=True, kw_only=True):
 
 
 _LONGEST_SECS = 31 * 86400.0
+_MOST_PROCESSES = 128
+"""The agent has four descriptors for each, of the 1024 it may have; those of all slots travel in one message (wire.MAX_FDS)."""
 
 
 class _Document(_Section, frozen=True, kw_only=True):
@@ -196,8 +200,11 @@ def _check(document: _Document, where: str) -> None:
             "use such a multiple, or 0 for full checkpoints only",
         ),
         (1 <= checkpoint.threads <= 256, f"checkpoint.threads = {checkpoint.threads} is out of range", "use 1 to 256"),
-        (launch.processes >= 1, f"launch.processes = {launch.processes} is less than 1", "use 1"),
-        (launch.processes <= 1, f"launch.processes = {launch.processes}: this version trains with one process", "use 1"),
+        (
+            1 <= launch.processes <= _MOST_PROCESSES,
+            f"launch.processes = {launch.processes} is out of range",
+            f"use 1 to {_MOST_PROCESSES}, one for each device",
+        ),
         (
             1 <= launch.stop_grace <= _LONGEST_SECS,
             f"launch.stop_grace = {launch.stop_grace} is out of range",

@@ -5,7 +5,8 @@ import json
 import socket
 from typing import Any
 
-_MAX_FDS = 8
+MAX_FDS = 253
+"""Of one message: what the kernel lets through (SCM_MAX_FD)."""
 Message = dict[str, Any]  # Any: JSON values
 
 
@@ -44,7 +45,7 @@ class Wire:
         """Messages that are there (0), or arrive within `timeout` seconds (None: wait)."""
         try:
             self.socket.settimeout(timeout)
-            data, fds, _, _ = socket.recv_fds(self.socket, 1 << 16, _MAX_FDS)
+            data, fds, _, _ = socket.recv_fds(self.socket, 1 << 16, MAX_FDS)
         except (BlockingIOError, TimeoutError, InterruptedError):
             return []
         except (ConnectionResetError, BrokenPipeError):

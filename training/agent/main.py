@@ -1,12 +1,11 @@
-"""The agent: one per node. Launches the rank, leases chunks to it, gives its snapshots to the saver, watches all of them, and
-writes down why the launch ended. Its standard input is its lifeline: end of file means save, stop, exit."""
+"""The agent: one per node. Launches the ranks, leases chunks to them, gives their snapshots to the saver, watches all of them,
+and writes down why the launch ended. Its standard input is its lifeline: end of file means save, stop, exit."""
 
 import argparse
 import json
 import os
 import select
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import msgspec
 
 from perdure.training import events, files, slots
 from perdure.training.agent import descendants
-from perdure.training.agent.rank import Rank
+from perdure.training.agent.ranks import Ranks
 from perdure.training.agent.room import Room
 from perdure.training.agent.savers import Savers
 from perdure.training.agent.watch import Deadlines
@@ -29,6 +28,7 @@ from perdure.training.wire import Message
 TICK_SECS = 0.1
 PROGRESS_SECS = 0.25
 SLOTS = 2
+"""Of each rank."""
 SALVAGE_SECS = 3.0
 """What a rank killed at the end of its grace left in memory is given so long; launch.END_MARGIN_SECS is more."""
 LOG_TAIL_LINES = 15
@@ -41,10 +41,13 @@ class Agent:
         self.log_dir = self.run.logs(token)
         files.make_dirs(self.log_dir)
         files.make_dirs(self.run.metrics(token).parent)
-        self.slots = [slots.create_slot(f"{token}-{number}") for number in range(SLOTS)]
+        self.slots = [
+            [slots.create_slot(f"{token}-{rank}-{number}") for number in range(SLOTS)]
+            for rank in range(config.launch.processes)
+        ]
         self.saver_log = open(self.log_dir / "saver.log", "ab")
         self.savers = Savers(self.run, config, run_id, token, resume.step if resume else 0, self.slots, self.saver_log)
-        self.rank = Rank(self.run, config, token, resume, replan, self.slots)
+        self.ranks = Ranks(self.run, config, token, resume, replan, self.slots)
         self.room = Room(self.run, config, token)
         self.watch = Deadlines(config)
         self.signalled = False
@@ -70,30 +73,30 @@ class Agent:
 
     def on_order(self, order: Message) -> None:
         if "lease" in order:
-            self.rank.lease(int(order["lease"]))
+            self.ranks.lease(int(order["lease"]))
         if order.get("save"):
-            self.rank.send({"save": True})
+            self.ranks.send({"save": True})
         if "stop" in order:
             self.stop(str(order["stop"]))
 
     def stop(self, reason: str) -> None:
-        """Ask the rank to save and leave at the next step boundary; before its first step there is nothing to save."""
+        """Ask the ranks to save and leave at the next step boundary; before its first step there is nothing to save."""
         if self.stop_reason:
             return
         self.stop_reason = reason
         self.stop_deadline = time.monotonic() + self.config.launch.stop_grace
-        if self.rank.phase in ("starting", "setup"):
-            self.rank.kill()
+        if self.ranks.phase in ("starting", "setup"):
+            self.ranks.kill()
         else:
-            self.rank.send({"stop": reason})
+            self.ranks.send({"stop": reason})
 
-    def on_rank(self) -> None:
-        for message in self.rank.receive():
+    def on_ranks(self) -> None:
+        for rank, message in self.ranks.receive():
             if "snapshot" in message:
-                self.savers.submit(int(message["snapshot"]), int(message["step"]))
+                self.savers.take_in(rank, int(message["snapshot"]), int(message["step"]))
             if "state_bytes" in message:
-                self.room.ask(int(message["state_bytes"]), self.rank)
-            if "waiting_for_slot" in message:
+                self.room.ask(rank, int(message["state_bytes"]), self.ranks)
+            if "waiting_for_slot" in message and rank == 0:
                 self.say_waiting(int(message["waiting_for_slot"]), message.get("waited"))
             if "notice" in message:
                 events.record(self.run, "notice", text=message["notice"], token=self.token)
@@ -111,23 +114,21 @@ class Agent:
 
     def turn(self) -> None:
         """Wait for something to happen, at most a tick, and react."""
-        watched: dict[socket.socket | int, Callable[[], None]] = {
-            self.rank.listener_or_wire: self.on_rank,
-            self.savers.wire.socket: self.savers.on_messages,
-        }
+        watched: dict[int, Callable[[], None]] = dict.fromkeys(self.ranks.sources, self.on_ranks)
+        watched[self.savers.wire.socket.fileno()] = self.savers.on_messages
         if self.lifeline:
             watched[0] = self.on_lifeline
         ready, _, _ = select.select(list(watched), [], [], TICK_SECS)
-        for source in ready:
-            watched[source]()
+        for react in {watched[source]: None for source in ready}:
+            react()
         if self.savers.process.poll() is not None:
             self.savers.on_death()
         if self.signalled:
             self.stop("SIGTERM")
         self.savers.work()
-        self.room.work(self.rank)
-        for slot in self.savers.take_freed():
-            self.rank.send({"freed": slot})
+        self.room.work(self.ranks)
+        for freed in self.savers.take_freed():
+            self.ranks.free(freed)
         self.publish()
 
     @property
@@ -135,7 +136,7 @@ class Agent:
         return self.savers.disk_full or self.room.waiting
 
     def publish(self) -> None:
-        state = "stopping" if self.stop_reason else "waiting for disk" if self.waits_for_disk else self.rank.phase
+        state = "stopping" if self.stop_reason else "waiting for disk" if self.waits_for_disk else self.ranks.phase
         now = time.monotonic()
         if state == self._state and now - self._published < PROGRESS_SECS:
             return
@@ -145,9 +146,9 @@ class Agent:
             "time": time.time(),
             "token": self.token,
             "state": state,
-            "step": self.rank.step,
+            "step": self.ranks.step,
             "committed_step": self.savers.committed_step,
-            "lease": self.rank.leased,
+            "lease": self.ranks.leased,
         }
         try:
             files.publish(self.run.progress_json, json.dumps(progress).encode())
@@ -155,57 +156,57 @@ class Agent:
             return  # a full disk: the next one may get through, and nothing depends on it
 
     def live(self) -> LaunchEnd:
-        """Train until the rank has ended and what it left in the slots is committed."""
-        while self.rank.is_alive():
+        """Train until the ranks have ended and what they left in the slots is committed."""
+        while self.ranks.is_alive():
             self.turn()
-            problem = self.savers.lost or self.watch.problem(self.rank, paused=self.waits_for_disk)
+            problem = self.savers.lost or self.watch.problem(self.ranks, paused=self.waits_for_disk)
             if problem:
                 if not self.savers.lost:
-                    self.rank.dump_stacks()
-                self.rank.kill()
-                self.rank.failure = ("storage" if self.savers.lost else "hang", problem)
+                    self.ranks.dump_stacks()
+                self.ranks.kill()
+                self.ranks.verdict = ("storage" if self.savers.lost else "hang", problem)
             elif time.monotonic() > self.stop_deadline:
-                self.rank.kill()
-        self.on_rank()
+                self.ranks.kill()
+        self.on_ranks()
         self.savers.salvage()
         while self.savers.busy and time.monotonic() < self.stop_deadline + SALVAGE_SECS:
             self.turn()
         return self.describe_end()
 
     def describe_end(self) -> LaunchEnd:
-        status = self.rank.status
-        error_class, detail = self.rank.failure
+        status = self.ranks.status
+        error_class, detail = self.ranks.failure
         whole = status == 0 and not self.savers.busy
-        if self.rank.finished and whole:
+        if self.ranks.finished and whole:
             reason, error_class, detail = "complete", "", ""
-        elif (self.rank.stopped and whole) or (self.stop_reason and not error_class and self.rank.killed):
-            reason, detail = "stopped", self.stop_reason or "the rank was asked to stop"
+        elif (self.ranks.stopped and whole) or (self.stop_reason and not error_class and self.ranks.killed):
+            reason, detail = "stopped", self.stop_reason or f"{self.ranks.name} was asked to stop"
         else:
             reason = "failed"
             error_class = error_class or ("infrastructure" if status < 0 else "user")
-            detail = detail or _describe_status(status)
-        seen = {**os.environ, **self.config.launch.env}  # by the rank, which may have printed it
+            detail = detail or _describe_status(self.ranks.name, status)
+        seen = {**os.environ, **self.config.launch.env}  # by the ranks, which may have printed it
         return LaunchEnd(
             token=self.token,
             reason=reason,
             error_class=error_class,
-            step=self.rank.step,
+            step=self.ranks.step,
             detail=redact(detail, seen),
-            log_tail=redact(_tail(self.rank.log_path), seen),
+            log_tail=redact(_tail(self.ranks.log_path), seen),
             ended=time.time(),
         )
 
     def end(self) -> None:
-        self.rank.kill()
+        self.ranks.kill()
         self.savers.end()
         descendants.end_all()
-        self.rank.close()
+        self.ranks.close()
 
 
-def _describe_status(status: int) -> str:
+def _describe_status(rank: str, status: int) -> str:
     if status < 0:
-        return f"rank was killed by {signal.Signals(-status).name}"
-    return f"rank exited with status {status} before its last step"
+        return f"{rank} was killed by {signal.Signals(-status).name}"
+    return f"{rank} exited with status {status} before its last step"
 
 
 def _tail(path: Path) -> str:

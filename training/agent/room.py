@@ -1,10 +1,10 @@
-"""Room on the disk before training: the rank says how large its state is, and goes on when its checkpoints fit. Too little is
+"""Room on the disk before training: each rank says how large its state is, and goes on when the checkpoints fit. Too little is
 answered by deleting what may go, else by waiting, said once; never by training on unsaved."""
 
 import time
 
 from perdure.training import events
-from perdure.training.agent.rank import Rank
+from perdure.training.agent.ranks import Ranks
 from perdure.training.checkpoint import space
 from perdure.training.config import RunConfig
 from perdure.training.run_dir import RunDir
@@ -19,29 +19,37 @@ class Room:
 
     def __init__(self, run: RunDir, config: RunConfig, token: int) -> None:
         self._run, self._config, self._token = run, config, token
-        self._state_bytes = 0
+        self._told: dict[int, int] = {}
+        """Bytes of the state of each rank that has said it."""
+        self._asked: set[int] = set()
+        """Ranks that wait for an answer."""
         self._not_before = 0.0
         self.waiting = False
-        """The rank waits for room that is not there."""
+        """Ranks wait for room that is not there."""
 
-    def ask(self, state_bytes: int, rank: Rank) -> None:
-        self._state_bytes, self._not_before = state_bytes, 0.0
-        self.work(rank)
+    def ask(self, rank: int, state_bytes: int, ranks: Ranks) -> None:
+        self._told[rank] = state_bytes
+        self._asked.add(rank)
+        self._not_before = 0.0
+        self.work(ranks)
 
-    def work(self, rank: Rank) -> None:
-        """Answer the rank, if it waits and there is room."""
-        if not self._state_bytes or time.monotonic() < self._not_before:
+    def work(self, ranks: Ranks) -> None:
+        """Answer the ranks, if they wait and there is room."""
+        if not self._asked or time.monotonic() < self._not_before:
             return
         self._not_before = time.monotonic() + RETRY_SECS
         problem = self._make_room()
         if problem and not self.waiting:
             text = f"training waits for room on the disk: {problem}; it goes on by itself when there is enough"
-            events.record(self._run, "disk_full", token=self._token, step=rank.step, path=str(self._run.checkpoints), text=text)
+            events.record(
+                self._run, "disk_full", token=self._token, step=ranks.step, path=str(self._run.checkpoints), text=text
+            )
         if not problem:
             if self.waiting:
                 events.record(self._run, "notice", text="there is room on the disk again; training goes on", token=self._token)
-            self._state_bytes = 0
-            rank.send({"room": True})
+            for rank in self._asked:
+                ranks.ranks[rank].send({"room": True})
+            self._asked.clear()
         self.waiting = bool(problem)
 
     def _make_room(self) -> str:
@@ -52,6 +60,11 @@ class Room:
             space.make_room(self._run, keep, self._state_bytes, saves=self._saves, stored=stored)
             problem = space.shortage(self._run, self._state_bytes, saves=self._saves)
         return problem
+
+    @property
+    def _state_bytes(self) -> int:
+        """Of a checkpoint, as far as that is known before one is written: what ranks have in common is stored once."""
+        return max(self._told.values())
 
     @property
     def _saves(self) -> int:

@@ -1,5 +1,5 @@
-"""The saver: maps a slot, encodes, digests, writes and commits one checkpoint at a time. It may be killed at any moment: the
-slot stays with the agent, and the next saver writes the same snapshot again."""
+"""The saver: maps slots, one of each rank, encodes, digests, writes and commits one checkpoint at a time. It may be killed at
+any moment: the slots stay with the agent, and the next saver writes the same snapshots again."""
 
 import argparse
 import contextlib
@@ -7,15 +7,17 @@ import errno
 import os
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from perdure.training import files
 from perdure.training.checkpoint import facts, space
-from perdure.training.checkpoint.audit import snapshot_digest
+from perdure.training.checkpoint.audit import snapshots_digest
 from perdure.training.checkpoint.increment import choose_base
 from perdure.training.checkpoint.manifest import Manifest
+from perdure.training.checkpoint.shared import Part, parts
 from perdure.training.checkpoint.writer import write_checkpoint
 from perdure.training.errors import CheckpointDamaged, PerdureError
 from perdure.training.process import die_with_parent, keep_freed_memory
@@ -28,15 +30,16 @@ NICENESS = 10
 """Training comes first on a busy machine."""
 
 
-def save(run: RunDir, request: Message, snapshot: Snapshot, run_id: str) -> Message:
-    """Write the snapshot; the answer says `committed` or `failed`."""
+def save(run: RunDir, request: Message, snapshots: Sequence[Snapshot], run_id: str) -> Message:
+    """Write the snapshots, one of each rank, as one checkpoint; the answer says `committed` or `failed`."""
     started = time.monotonic()
     name = CheckpointName(request["step"], request["token"])
     try:
-        if not snapshot.whole or snapshot.step != name.step:
+        if any(not snapshot.whole or snapshot.step != name.step for snapshot in snapshots):
             return {"failed": f"slot holds no whole snapshot of step {name.step}", "errno": 0, "path": ""}
-        make_room(run, request, sum(entry.nbytes for entry in snapshot.entries))
-        manifest = write(run, run_id, name, request, snapshot)
+        stored = parts(snapshots, request["threads"])
+        make_room(run, request, sum(entry.nbytes for part in stored for entry in part.entries))
+        manifest = write(run, run_id, name, request, stored)
     except OSError as error:
         return {"failed": str(error), "errno": error.errno or 0, "path": str(error.filename or run.checkpoint(name))}
     except PerdureError as error:
@@ -61,19 +64,30 @@ def make_room(run: RunDir, request: Message, raw_bytes: int) -> None:
             raise OSError(errno.ENOSPC, problem, str(run.checkpoints))
 
 
-def write(run: RunDir, run_id: str, name: CheckpointName, request: Message, snapshot: Snapshot) -> Manifest:
-    """Commit it. With `checkpoint.audit`, what the slot holds must be what the rank had in its tensors, before and after."""
-    audited = snapshot.header.state_digest if snapshot.header else ""
-    if audited and snapshot_digest(snapshot) != audited:
-        raise CheckpointDamaged(f"audit: the snapshot of step {name.step} is not what the rank had in its tensors", part="slot")
+def write(run: RunDir, run_id: str, name: CheckpointName, request: Message, stored: Sequence[Part]) -> Manifest:
+    """Commit it. With `checkpoint.audit`, what was written must be what the slots held before."""
+    audited = audit(name, stored)
     base = None if request["full"] else choose_base(run)
     encoding, threads = request["encoding"], request["threads"]
-    manifest = write_checkpoint(run, run_id, name, [snapshot], encoding=encoding, threads=threads, base=base)
+    manifest = write_checkpoint(run, run_id, name, stored, encoding=encoding, threads=threads, base=base)
     if audited and manifest.state_digest != audited:
         problem = f"audit: step {name.step} changed in memory while it was written"
         facts.write_fact(run, name, facts.Fact(copy="local", checked_at=time.time(), result="damaged", damage=(problem,)))
         raise CheckpointDamaged(problem, part="slot")
     return manifest
+
+
+def audit(name: CheckpointName, stored: Sequence[Part]) -> str:
+    """Digest that the checkpoint must have; "" where nothing is audited. Raises CheckpointDamaged where a slot does not hold
+    what its rank had in its tensors."""
+    said = [part.snapshot.header.state_digest for part in stored if part.snapshot.header]
+    if not all(said):
+        return ""
+    for rank, part in enumerate(stored):
+        if snapshots_digest([part.snapshot]) != said[rank]:
+            text = f"audit: the snapshot of step {name.step} is not what rank {rank} had in its tensors"
+            raise CheckpointDamaged(text, part="slot")
+    return said[0] if len(stored) == 1 else snapshots_digest(stored)
 
 
 def main() -> None:
@@ -92,11 +106,12 @@ def main() -> None:
     slots = MappedSlots()
     while not wire.closed:
         for request in wire.receive(None):
-            fd = wire.fds.pop(0)
-            snapshot = slots.snapshot(fd)
-            wire.send(save(run, request, snapshot, options.run_id))
-            snapshot.close()
-            os.close(fd)
+            fds, wire.fds = wire.fds[: request["ranks"]], wire.fds[request["ranks"] :]
+            snapshots = [slots.snapshot(fd) for fd in fds]
+            wire.send(save(run, request, snapshots, options.run_id))
+            for snapshot, fd in zip(snapshots, fds, strict=True):
+                snapshot.close()
+                os.close(fd)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Keeps one saver process alive and feeds it the full slots, oldest first; a full disk pauses, never drops. What a dead rank
-left in memory is saved too."""
+"""Keeps one saver process alive and feeds it full slots, oldest first, those of all ranks together; a full disk pauses, never
+drops. What dead ranks left in memory is saved too."""
 
 import errno
 import os
@@ -26,7 +26,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(kw_only=True)
 class _Pending:
-    slot: int
+    slots: tuple[int, ...]
+    """One of each rank."""
     step: int
     full: bool
     attempts: int = 0
@@ -35,11 +36,13 @@ class _Pending:
 
 
 class Savers:
-    """`submit` queues a full slot; `take_freed` gives slots whose snapshot is committed (or given up)."""
+    """`take_in` queues full slots once every rank's of that step is there; `take_freed` gives slots, one of each rank, whose
+    snapshot is committed (or given up)."""
 
     def __init__(
-        self, run: RunDir, config: RunConfig, run_id: str, token: int, start: int, slots: list[int], log: BinaryIO
+        self, run: RunDir, config: RunConfig, run_id: str, token: int, start: int, slots: list[list[int]], log: BinaryIO
     ) -> None:
+        """`slots`: descriptors of each rank's."""
         self._newest = start
         """Newest step that is committed or was given to the saver; at first the step this launch resumed from."""
         self._run, self._config, self._run_id, self._token, self._slots, self._log = run, config, run_id, token, slots, log
@@ -51,7 +54,9 @@ class Savers:
             "stored": bool(config.store_url),
         }
         self._queue: list[_Pending] = []
-        self._freed: list[int] = []
+        self._freed: list[tuple[int, ...]] = []
+        self._arrived: dict[int, dict[int, int]] = {}
+        """Step -> rank -> slot, of checkpoints that wait for the snapshots of other ranks."""
         self.committed_step = 0
         self.disk_full = False
         self.lost: str = ""
@@ -72,21 +77,30 @@ class Savers:
     def busy(self) -> bool:
         return bool(self._queue)
 
-    def submit(self, slot: int, step: int) -> None:
+    def take_in(self, rank: int, slot: int, step: int) -> None:
+        """That rank's snapshot of a checkpoint is whole."""
+        arrived = self._arrived.setdefault(step, {})
+        arrived[rank] = slot
+        if len(arrived) == len(self._slots):
+            self._submit(step, self._arrived.pop(step))
+
+    def _submit(self, step: int, slots: dict[int, int]) -> None:
         self._newest = max(self._newest, step)
-        self._queue.append(_Pending(slot=slot, step=step, full=self._config.is_full_step(step)))
+        chosen = tuple(slots[rank] for rank in range(len(self._slots)))
+        self._queue.append(_Pending(slots=chosen, step=step, full=self._config.is_full_step(step)))
         self.work()
 
     def salvage(self) -> None:
-        """After the rank's death: save the newest whole snapshot that is newer than all that was given to the saver. One torn
-        by the death is passed over; the other slot's is used."""
-        found = max(((_step_in(fd), slot) for slot, fd in enumerate(self._slots)), default=(0, 0))
-        if found[0] > self._newest:
-            text = f"the rank is gone; its newest snapshot in memory, of step {found[0]}, is saved"
+        """After the ranks' death: save the newest step of which every rank has a whole snapshot, if it is newer than all that
+        was given to the saver. One torn by the death is passed over; the other slot's is used."""
+        found = [{_step_in(fd): slot for slot, fd in enumerate(slots)} for slots in self._slots]
+        newest = max(set.intersection(*map(set, found)))
+        if newest > self._newest:
+            text = f"the rank is gone; its newest snapshot in memory, of step {newest}, is saved"
             events.record(self._run, "notice", text=text, token=self._token)
-            self.submit(found[1], found[0])
+            self._submit(newest, {rank: slots[newest] for rank, slots in enumerate(found)})
 
-    def take_freed(self) -> list[int]:
+    def take_freed(self) -> list[tuple[int, ...]]:
         freed, self._freed = self._freed, []
         return freed
 
@@ -96,7 +110,8 @@ class Savers:
         if head is None or head.running or time.monotonic() < head.not_before:
             return
         head.running, head.attempts = True, head.attempts + 1
-        self.wire.send({"step": head.step, "full": head.full, **self._settings}, (self._slots[head.slot],))
+        fds = tuple(slots[slot] for slots, slot in zip(self._slots, head.slots, strict=True))
+        self.wire.send({"step": head.step, "full": head.full, "ranks": len(fds), **self._settings}, fds)
 
     def on_messages(self) -> None:
         for message in self.wire.receive():
@@ -119,7 +134,7 @@ class Savers:
 
     def _on_committed(self, message: Message) -> None:
         done = self._queue.pop(0)
-        self._freed.append(done.slot)
+        self._freed.append(done.slots)
         self.committed_step = max(self.committed_step, done.step)
         if self.disk_full:
             self.disk_full = False
@@ -142,7 +157,7 @@ class Savers:
         )
         if head.attempts >= MAX_ATTEMPTS:
             self._queue.pop(0)
-            self._freed.append(head.slot)
+            self._freed.append(head.slots)
             if head.step % self._config.run.chunk == 0 or head.step >= self._config.run.steps:
                 self.lost = f"checkpoint of step {head.step} could not be written: {problem}"
 

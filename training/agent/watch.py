@@ -2,7 +2,7 @@
 
 import time
 
-from perdure.training.agent.rank import Rank
+from perdure.training.agent.ranks import Ranks
 from perdure.training.config import RunConfig
 
 AUTOMATIC_FACTOR = 5.0
@@ -17,21 +17,21 @@ class Deadlines:
         self._waited_until = self._looked = self._started
         self._longest = 0.0
 
-    def problem(self, rank: Rank, paused: bool) -> str:
+    def problem(self, ranks: Ranks, paused: bool) -> str:
         """What hangs, in words; empty while all is well. Time spent waiting for a lease, a slot or the disk does not count."""
         now = time.monotonic()
         if paused:
             self._started += now - self._looked
         self._looked = now
         launch = self._config.launch
-        if not rank.made_a_step and rank.phase != "leaving":
+        if not ranks.made_a_step and ranks.phase != "leaving":
             late = now - self._started > launch.startup_timeout
             return f"no first step within launch.startup_timeout = {launch.startup_timeout:g} s" if late else ""
-        if paused or rank.phase != "training":
+        if paused or ranks.phase != "training":
             self._waited_until = now
-        self._longest = max(self._longest, rank.longest_step)
+        self._longest = max(self._longest, ranks.longest_step)
         limit = launch.step_timeout or max(AUTOMATIC_LEAST_SECS, AUTOMATIC_FACTOR * self._longest)
-        if rank.phase == "evaluation":
+        if ranks.phase == "evaluation":
             limit, self._waited_until = max(limit, launch.startup_timeout), 0.0
-        quiet = now - max(rank.last_news, self._waited_until)
-        return f"no finished step for {quiet:.0f} s (limit {limit:.0f} s) after step {rank.step}" if quiet > limit else ""
+        quiet = now - max(ranks.last_news, self._waited_until)
+        return f"no finished step for {quiet:.0f} s (limit {limit:.0f} s) after step {ranks.step}" if quiet > limit else ""

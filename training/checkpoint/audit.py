@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import blake3
 
+from perdure.training.checkpoint.derive import Leaves
 from perdure.training.checkpoint.pack import BLOB_BYTES, leaf_digest, state_digest
-from perdure.training.slots import Snapshot
 
 if TYPE_CHECKING:
     from perdure.training.checkpoint.pack import IndexEntry
@@ -31,8 +31,10 @@ def bytes_digest(data: bytes | memoryview) -> bytes:
     return leaf_digest(blake3.blake3(data[start : start + BLOB_BYTES]).digest() for start in range(0, len(data), BLOB_BYTES))
 
 
-def snapshot_digest(snapshot: Snapshot) -> str:
+def snapshots_digest(snapshots: Iterable[Leaves]) -> str:
+    """Of a checkpoint that holds these, rank after rank."""
     return digest_of(
         Digested(entry.path, entry.kind, entry.dtype, entry.shape, bytes_digest(snapshot.data(entry)))
+        for snapshot in snapshots
         for entry in snapshot.entries
     )

@@ -11,7 +11,7 @@ import blake3
 from perdure.training import files
 from perdure.training.checkpoint import derive
 from perdure.training.checkpoint import manifest as manifests
-from perdure.training.checkpoint.audit import Digested, bytes_digest, digest_of
+from perdure.training.checkpoint.audit import snapshots_digest
 from perdure.training.checkpoint.blobs import Encoder, Leaf
 from perdure.training.checkpoint.codec import DELTA
 from perdure.training.checkpoint.increment import opened_base
@@ -158,12 +158,7 @@ def _used_base(entries: list[IndexEntry], base: CheckpointReader | None) -> Base
 def _same_or_refuse(folder: Path, snapshots: Sequence[SnapshotSource]) -> Manifest:
     """A saver killed after its commit is asked again: compare states, never overwrite."""
     found = manifests.read(folder)
-    leaves = (
-        Digested(entry.path, entry.kind, entry.dtype, entry.shape, bytes_digest(snapshot.data(entry)))
-        for snapshot in snapshots
-        for entry in snapshot.entries
-    )
-    if digest_of(leaves) != found.state_digest:
+    if snapshots_digest(snapshots) != found.state_digest:
         raise CheckpointDamaged(f"{folder} is committed already, with another state; it is left as it is", part="manifest")
     files.fsync_dir(folder)  # the first try may have failed at just that
     return found

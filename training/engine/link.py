@@ -1,11 +1,14 @@
-"""The rank's side of the socket to its agent: orders in, snapshots and progress out."""
+"""The rank's side of the socket to its agent: orders in, snapshots and progress out. What is asked of this rank counts only
+once all ranks have agreed (`agree`), so that every one cuts and stops at the same step."""
 
 import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from perdure.training.engine import signals
 from perdure.training.slots import SlotWriter
 from perdure.training.wire import Message, Wire
 
@@ -17,10 +20,12 @@ _WAIT_SECS = 0.2
 class Link:
     """Connects at construction; `welcome` holds what the agent wants trained, `slots` the shared memory."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, rank: int) -> None:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(path)
         self._wire = Wire(connection)
+        self.rank = rank
+        self.say(rank=rank)
         self.welcome: Message = {}
         while not self.welcome:
             for message in self._wire.receive(None):
@@ -29,12 +34,17 @@ class Link:
                 raise ConnectionError("the agent is gone")
         self.slots = [SlotWriter(fd) for fd in self._wire.fds]
         self._with_saver: set[int] = set()
+        """Slots that count as taken: until all ranks know that the saver is done with them."""
+        self._freed: set[int] = set()
+        """Those of which this rank knows."""
         self._steps = [-1] * len(self.slots)
         """Step of the snapshot in each slot."""
-        self.leased = int(self.welcome["lease"])
+        self.leased = self._own_lease = int(self.welcome["lease"])
         self._has_room = False
         self.stop_reason = ""
         self.save_requested = False
+        self._asked_to_stop = ""
+        self._asked_to_save = False
         self._said = 0.0
         self._longest = 0.0
         self._last_step = 0.0
@@ -59,25 +69,56 @@ class Link:
         """Take in the orders that have arrived."""
         for message in self._wire.receive(timeout):
             if "lease" in message:
-                self.leased = max(self.leased, int(message["lease"]))
+                self._own_lease = max(self._own_lease, int(message["lease"]))
             if "freed" in message:
-                self._with_saver.discard(int(message["freed"]))
+                self._freed.add(int(message["freed"]))
             self._has_room |= bool(message.get("room"))
-            self.save_requested |= bool(message.get("save"))
-            self.stop_reason = self.stop_reason or str(message.get("stop", ""))
+            self._asked_to_save |= bool(message.get("save"))
+            self._asked_to_stop = self._asked_to_stop or str(message.get("stop", ""))
         if self._wire.closed:  # PDEATHSIG is on its way; do not train on meanwhile
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def ask_to_save(self) -> None:
+        """As if the agent had asked: for a checkpoint after the step under way."""
+        self._asked_to_save = True
+
+    # what all ranks agree on
+
+    def wishes(self) -> list[int]:
+        """What this rank was asked or knows, as numbers of which the largest of all ranks counts."""
+        asked, self._asked_to_save = self._asked_to_save, False
+        return [self._stops, asked, -self._own_lease, *(slot in self._taken for slot in range(len(self.slots)))]
+
+    def agree(self, wishes: Sequence[int]) -> None:
+        """From here on this counts; `wishes` are the largest of all ranks."""
+        stop, save, lease, *taken = wishes
+        if stop and not self.stop_reason:
+            asked = "SIGTERM" if signals.received else "another rank was asked to stop"
+            self.stop_reason = self._asked_to_stop or asked
+        self.save_requested |= bool(save)
+        self.leased = max(self.leased, -lease)
+        done = {slot for slot in self._freed if not taken[slot]}
+        self._with_saver -= done
+        self._freed -= done
+
+    @property
+    def _stops(self) -> bool:
+        return bool(self._asked_to_stop) or signals.received
+
+    @property
+    def _taken(self) -> set[int]:
+        return self._with_saver - self._freed
 
     def must_wait(self, step: int) -> bool:
         """Whether a step after `step` may not be trained yet."""
         return step >= self.leased and not self.stop_reason
 
     def wait_for_lease(self, step: int) -> None:
-        """Return when a step after `step` may be trained, or a stop is asked for."""
-        if not self.must_wait(step):
+        """Return when this rank knows that a step after `step` may be trained, or is asked to stop."""
+        if step < self._own_lease or self._stops:
             return
         self.say(phase="waiting for lease", step=step)
-        while self.must_wait(step):
+        while step >= self._own_lease and not self._stops:
             self.poll(_WAIT_SECS)
         self._go_on()
 
@@ -85,7 +126,7 @@ class Link:
         """Say how large the state is; return when its checkpoints have room on the disk, or a stop is asked for."""
         self._has_room = False
         self.say(state_bytes=state_bytes)
-        while not self._has_room and not self.stop_reason:
+        while not self._has_room and not self._stops:
             self.poll(_WAIT_SECS)
         self._last_step = 0.0
 
@@ -94,8 +135,7 @@ class Link:
         self._last_step = 0.0
 
     def spare_slot(self) -> int | None:
-        """Of the slots that the saver does not need, the one with the older snapshot."""
-        self.poll()
+        """Of the slots that the saver does not need, the one with the older snapshot; the same in every rank."""
         return min((slot for slot in range(len(self.slots)) if slot not in self._with_saver), key=self._age, default=None)
 
     def _age(self, slot: int) -> int:
@@ -114,7 +154,9 @@ class Link:
         self.say(phase="waiting for slot", waiting_for_slot=step)
         while slot is None:
             self.poll(_WAIT_SECS)
-            slot = self.spare_slot()
+            slot = min(self._freed, key=self._age, default=None)
+        self._with_saver.discard(slot)
+        self._freed.discard(slot)
         self.say(waited=round(time.monotonic() - started, 3), waiting_for_slot=step)
         self._go_on()
         return slot

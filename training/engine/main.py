@@ -17,6 +17,7 @@ from perdure.training.engine.link import Link
 from perdure.training.errors import CheckpointDamaged, ConfigError, NonFinite, PerdureError, TrainingFailed
 from perdure.training.process import die_with_parent
 from perdure.training.redact import redact
+from perdure.training.run_dir import rank_log
 
 if TYPE_CHECKING:
     from perdure.training.engine.session import Session
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _OOM_SCORE = 500
 """Under memory pressure the kernel should take a rank, not the agent that holds its snapshot."""
 _DETAIL_CHARS = 4000
+_LOST = ("gloo/", "Connection closed by peer", "Gloo ")
+"""What gloo's errors have in common: RuntimeErrors without a type of their own."""
 
 
 def load_entry(file: Path, function: str) -> "Callable[[Session], None]":
@@ -53,9 +56,15 @@ def classify(error: BaseException) -> str:
         return "oom"
     if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)):
         return "user"
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) or _lost_a_peer(error):
         return "infrastructure"
     return "user"
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """torch.distributed gave up: mostly because another rank is gone, whose own end says why."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return "DistError" in names or (isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST))
 
 
 def train(link: Link) -> None:
@@ -69,15 +78,25 @@ def train(link: Link) -> None:
     session.close()
 
 
+def _own_log(folder: Path) -> int:
+    """Under torchrun: write into a log of this rank's own; its number."""
+    rank = int(os.environ["RANK"])
+    with files.open_private(folder / rank_log(rank)) as log:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    return rank
+
+
 def main() -> int:
     signals.install()
     die_with_parent(int(os.environ["PERDURE_AGENT_PID"]))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+    rank = _own_log(Path(logs)) if (logs := os.environ.get("PERDURE_LOGS")) else 0
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
     files.set_role("rank")
-    link = Link(os.environ["PERDURE_AGENT_SOCKET"])
+    link = Link(os.environ["PERDURE_AGENT_SOCKET"], rank)
     link.phase("setup")
     try:
         train(link)

@@ -1,4 +1,4 @@
-"""What `Session.log` was given: a JSON line per step, and the loss statistics that travel with the state."""
+"""What `Session.log` was given: a JSON line per step (of rank 0), and the loss statistics that travel with the state."""
 
 import contextlib
 import json
@@ -40,7 +40,8 @@ class Metrics:
         for step, at, values in self._waiting:
             numbers = {name: _number(value) for name, value in values.items()}
             self._take_in(numbers)
-            lines.append(json.dumps({"step": step, "time": round(at, 3), **numbers}))
+            if self._path is not None:
+                lines.append(json.dumps({"step": step, "time": round(at, 3), **numbers}))
         self._waiting.clear()
         if lines and self._path is not None:
             with contextlib.suppress(OSError):  # a full disk: kept, and written with the next ones

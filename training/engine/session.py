@@ -1,9 +1,12 @@
 """Session: the one object a user's training code meets. It restores, hands out steps, and cuts checkpoints between them."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from perdure.training.checkpoint.pins import check_label
 from perdure.training.config import RunConfig, load_config
@@ -12,7 +15,8 @@ from perdure.training.engine.link import Link
 from perdure.training.engine.metrics import Metrics
 from perdure.training.engine.rng import is_generator, preserving
 from perdure.training.engine.snapshot import Snapshots
-from perdure.training.engine.state import check_trackable
+from perdure.training.engine.state import check_trackable, unwrapped
+from perdure.training.engine.together import Alone, together
 from perdure.training.errors import ConfigError, TrainingFailed
 from perdure.training.run_dir import RunDir
 
@@ -25,6 +29,8 @@ class Session:
         """The [params] table of run.toml."""
         self.total_steps = total_steps
         """Optimizer steps of the whole run."""
+        self.rank, self.world_size, self.local_rank = _place(link)
+        """Number of this process among all, how many there are, its number on this machine."""
         self.step = 0
         """Optimizer steps made so far, by this and all earlier launches."""
         self._link = link
@@ -32,11 +38,11 @@ class Session:
         self._generators: dict[str, Any] = {}  # Any: torch.Generator, random.Random, numpy Generator
         self._begun = False
         self._iterating = False
-        self._wants_save = False
         self._milestone = ""
         run = RunDir(Path(link.welcome["run_dir"])) if link else None
-        self._metrics = Metrics(run.metrics(int(link.welcome["token"])) if link and run else None)
+        self._metrics = Metrics(run.metrics(int(link.welcome["token"])) if link and run and self.rank == 0 else None)
         self._snapshots = Snapshots(link, run, self._metrics) if link and run else None
+        self._together: Alone | None = None
         self._schedule = (int(link.welcome["chunk"]), int(link.welcome["every"])) if link else (0, 0)
         self._keep_every = int(link.welcome["snapshot_every"]) if link else 0
 
@@ -48,12 +54,18 @@ class Session:
 
     # what a user calls
 
+    @property
+    def device(self) -> torch.device:
+        """The CUDA device of this rank, or the CPU where there is none."""
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
     def track(self, **objects: Any) -> None:  # Any: whatever has state_dict and load_state_dict
         """Register everything that has state, your own random generators (torch, NumPy, Python) included; the global ones
         are always saved. On resume all is loaded at the first step, by these names."""
         if self._begun:
             raise ConfigError("session.track was called after the first step", "track everything before session.steps()")
-        for name, thing in objects.items():
+        for name, given in objects.items():
+            thing = unwrapped(given)
             if name in self._tracked or name in self._generators:
                 raise ConfigError(f"session.track({name}=...): the name is taken", "give it another name")
             if is_generator(thing):
@@ -78,9 +90,10 @@ class Session:
             self._begun = True
             if self._link:
                 signals.install()  # again: a framework may have put its own handlers
-            if self._snapshots is not None:
+            if self._snapshots is not None and self._link:
+                self._together = together(self._link, self.world_size)
                 self.step = self._snapshots.begin(self._tracked, self._generators)
-            if self._link:
+                self._together.agree()
                 self._link.phase("training")
         return self.step
 
@@ -94,35 +107,42 @@ class Session:
 
     def _end_step(self) -> bool:
         self.step += 1
-        if self._snapshots is not None and self._link is not None:
+        if self._snapshots is not None and self._link is not None and self._together is not None:
             self._snapshots.finished_step(self.step)
             self._metrics.flush(force=False)
             self._link.finished_step(self.step)
             self._link.poll()
+            self._together.agree()
             if self._save_due(self._link):
                 self._snapshots.cut(self.step, self._milestone)
                 self._milestone = ""
             elif self._keep_every and self.step % self._keep_every == 0:
                 self._snapshots.keep(self.step)
             if self.step < self.total_steps:
-                if self._link.must_wait(self.step):
-                    self._snapshots.settle()  # its checkpoint may be what the lease waits for
-                self._link.wait_for_lease(self.step)
-                self._save_before_stop(self._link)
+                self._wait_for_lease(self._link, self._snapshots, self._together)
         return self._may_go_on()
+
+    def _wait_for_lease(self, link: Link, snapshots: Snapshots, together: Alone) -> None:
+        if link.must_wait(self.step):
+            snapshots.settle()  # its checkpoint may be what the lease waits for
+            link.wait_for_lease(self.step)
+            together.agree()
+        self._save_before_stop(link)
 
     def log(self, **values: Any) -> None:  # Any: numbers or 0-d tensors
         """Record numbers of the current step: `loss`, `tokens`, and what you like. Tensors are not waited for."""
         self._metrics.log(self.step + 1, values)
 
     def save(self, name: str = "") -> None:
-        """Have a checkpoint cut at the end of the step under way. `name` makes it a milestone, which is never deleted; of two
-        names for one step the later counts. Raises ConfigError where it is no plain name, or no step is under way."""
+        """Have a checkpoint cut at the end of the step under way, in all ranks, whichever asks. `name` makes it a milestone,
+        which is never deleted; of two names for one step the later counts, of several ranks' that of the lowest. Raises
+        ConfigError where it is no plain name, or no step is under way."""
         if name:
             check_label(name)
         if not self._begun or self.step >= self.total_steps:
             raise ConfigError("session.save() was called outside the training steps", "call it within the step to be saved")
-        self._wants_save = True
+        if self._link:
+            self._link.ask_to_save()
         self._milestone = name or self._milestone
 
     @contextlib.contextmanager
@@ -145,8 +165,8 @@ class Session:
     # inside
 
     def _may_go_on(self) -> bool:
-        if signals.received and self._link and not self._link.stop_reason:
-            self._link.stop_reason = "SIGTERM"
+        if self._link and self.world_size == 1:
+            self._link.agree(self._link.wishes())  # a SIGTERM since the end of the step
             self._save_before_stop(self._link)
         going = self.step < self.total_steps and not self.stopped
         if not going and self._snapshots is not None:
@@ -155,8 +175,8 @@ class Session:
 
     def _save_due(self, link: Link) -> bool:
         chunk, every = self._schedule
-        wanted = link.save_requested or self._wants_save or bool(link.stop_reason) or signals.received
-        link.save_requested = self._wants_save = False
+        wanted = link.save_requested or bool(link.stop_reason)
+        link.save_requested = False
         return wanted or self.step % chunk == 0 or self.step % every == 0 or self.step >= self.total_steps
 
     def _save_before_stop(self, link: Link) -> None:
@@ -175,3 +195,11 @@ class Session:
                 f"the entry function returned after step {self.step} of {self.total_steps}", "see `session.steps()`"
             )
         self._link.say(finished=self.step >= self.total_steps, stopped=self.stopped, step=self.step, phase="leaving")
+
+
+def _place(link: Link | None) -> tuple[int, int, int]:
+    """Rank, world size and local rank: as launched, or by hand as torchrun says."""
+    if link is not None:
+        return link.rank, int(link.welcome["world"]), link.rank
+    told = os.environ
+    return int(told.get("RANK", 0)), int(told.get("WORLD_SIZE", 1)), int(told.get("LOCAL_RANK", 0))

@@ -3,13 +3,14 @@
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from perdure.training.checkpoint.pack import IndexEntry
 from perdure.training.checkpoint.plain import unpack_plain
 from perdure.training.checkpoint.readahead import ReadAhead
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
@@ -79,19 +80,30 @@ class Snapshots:
 
     def _load(self, name: CheckpointName) -> int:
         threads = min(_READERS, len(os.sched_getaffinity(0)))
-        with open_checkpoint(self._run.checkpoint(name)) as reader, ReadAhead(reader, threads) as ahead:
+        rank = self._link.rank
+        with open_checkpoint(self._run.checkpoint(name)) as reader, ReadAhead(reader, threads, rank) as ahead:
+            self._check_world(reader)
             self._note_exactness(reader)
-            read = _reading(reader, ahead)
+            leaves = {path: entry for path, (_, entry) in reader.state(rank).items()}
+            read = _reading(leaves, ahead)
             replan = bool(self._link.welcome["replan"])
             self._exact_reasons += restore(self._tracked, read, replan=replan)
             own = unpack_plain(read(SESSION).data)
             self._skipped = int(own["skipped"])
             self._metrics.load_state_dict(own["metrics"])
-            digests = {path: entry.digest for path, entry in reader.entries.items()}
+            digests = {path: entry.digest for path, entry in leaves.items()}
             invariants.check_after_load(self._tracked, name.step, digests, replan=replan)
             tolerant = self._link.welcome["exact"] == "prefer" and bool(self._exact_reasons)
             self._exact_reasons += load_rng(read, self._generators, tolerant=tolerant)
         return int(own["step"])
+
+    def _check_world(self, reader: CheckpointReader) -> None:
+        world = int(self._link.welcome["world"])
+        if reader.ranks != world:
+            raise ConfigError(
+                f"the checkpoint {reader.manifest.name} is of {reader.ranks} ranks, launch.processes is {world} now",
+                f"set launch.processes = {reader.ranks}",
+            )
 
     def _note_exactness(self, reader: CheckpointReader) -> None:
         old = reader.manifest
@@ -166,7 +178,7 @@ class Snapshots:
     def _about(self, step: int, milestone: str) -> About:
         return About(
             step=step,
-            world={"size": 1},
+            world={"size": int(self._link.welcome["world"])},
             data={**invariants.data_position(self._tracked), "tokens": self._metrics.tokens},
             environment=self._environment,
             code=self._code,
@@ -195,9 +207,9 @@ def _size(tracked: Tracked) -> tuple[int, ...]:
     return tuple(len(obj.state) for obj in tracked.values() if isinstance(obj, torch.optim.Optimizer)) or (1,)
 
 
-def _reading(reader: CheckpointReader, ahead: ReadAhead) -> Any:  # Any: engine.leaves.Read, a function of one path
+def _reading(leaves: Mapping[str, IndexEntry], ahead: ReadAhead) -> Any:  # Any: engine.leaves.Read, a function of one path
     def read(path: str) -> LoadedLeaf:
-        entry = reader.entries[path]
+        entry = leaves[path]
         return LoadedLeaf(entry.kind, entry.dtype, tuple(entry.shape), ahead.read(path))
 
     return read

@@ -39,6 +39,11 @@ def check_trackable(name: str, obj: Any) -> None:  # Any: what a user hands over
             )  # fmt: skip
 
 
+def unwrapped(obj: Any) -> Any:  # Any: what a user hands over
+    """What is saved of it: of a DistributedDataParallel the module inside, whose names have no `module.` before them."""
+    return obj.module if isinstance(obj, torch.nn.parallel.DistributedDataParallel) else obj
+
+
 def collect(tracked: Tracked, memory: Memory | None = None) -> list[Leaf]:
     """Every leaf of every tracked object as it is now. Tensors are the live ones. A `memory`, kept from call to call, saves
     encoding again what has not changed."""

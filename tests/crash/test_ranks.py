@@ -1,0 +1,130 @@
+"""Two ranks on one machine: whichever of them is killed, the finished state and the order of the data are those of an undisturbed
+run, and what they have in common is stored once."""
+
+import json
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness import Direct, Run, children, kill, wait_until
+
+from perdure.training.checkpoint.reader import open_checkpoint
+from perdure.training.checkpoint.verify import verify_folder
+from perdure.training.process import ProcessId, identify
+
+RANKS = Path(__file__).parent / "ranks"
+ITEMS = 61
+SLOW = "launch.env.TINY_sleep=0.3"
+"""Slow enough to be hit in the middle."""
+
+
+@dataclass
+class Reference:
+    run: Run
+    trace: dict[tuple[int, int], str]
+
+
+def make_run(folder: Path, kind: str) -> Run:
+    shutil.copytree(RANKS, folder / kind)
+    return Run(folder / kind / "run.toml", f"params.kind={kind}", "params.name_at=8")
+
+
+def tracing(run: Run) -> str:
+    return f"launch.env.TINY_trace={run.toml.parent}/trace"
+
+
+def surviving(run: Run) -> dict[tuple[int, int], str]:
+    """The last line of each step of each rank: the earlier ones were rolled back."""
+    found = {}
+    for rank in range(2):
+        for line in (run.toml.parent / f"trace-{rank}").read_text().splitlines():
+            found[(rank, json.loads(line)["step"])] = line
+    return found
+
+
+def ranks(run: Run) -> list[ProcessId]:
+    """Those that live, in their order; none before both are there."""
+    launcher = run.child_of_agent("engine.torchrun")
+    found = {number_of(pid): identify(pid) for pid in (children(launcher.pid) if launcher else [])}
+    return [found[0], found[1]] if {0, 1} <= set(found) else []
+
+
+def number_of(pid: int) -> int:
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
+    return next((int(text.partition(b"=")[2]) for text in variables if text.startswith(b"RANK=")), -1)
+
+
+def hit(run: Run, step: int, victims: list[int], number: int) -> tuple[Direct, int]:
+    """Launch, wait for `step`, send a signal to these ranks; the step all had finished then."""
+    direct = Direct(run)
+    trainer = direct.launch([SLOW, tracing(run)])
+    wait_until(lambda: run.step() >= step or not trainer.is_alive(), f"step {step}")
+    found, at = ranks(run), run.step()
+    for victim in victims:
+        kill(found[victim], number)
+    trainer.process.wait(60)
+    return direct, at
+
+
+def make_reference(folder: Path, kind: str) -> Reference:
+    run = make_run(folder, kind)
+    end = Direct(run).train_to_end([tracing(run)])
+    assert end.reason == "complete", end
+    assert [name.step for name in run.committed()] == [6, 9, 12, 18, 24], "a save asked for by one rank is everybody's"
+    assert all(verify_folder(run.dir.checkpoint(name)) == [] for name in run.committed())
+    return Reference(run, surviving(run))
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference(tmp_path_factory.mktemp("reference"), "ddp")
+
+
+def assert_every_sample_once(trace: dict[tuple[int, int], str]) -> None:
+    """Epoch after epoch, whichever rank had it."""
+    steps = max(step for _, step in trace) + 1
+    order = [index for step in range(steps) for rank in (0, 1) for index in json.loads(trace[(rank, step)])["indices"]]
+    for first in range(0, len(order), ITEMS):
+        epoch = order[first : first + ITEMS]
+        assert len(set(epoch)) == len(epoch)
+    assert sorted(order[:ITEMS]) == list(range(ITEMS))
+
+
+def test_what_ranks_have_in_common_is_stored_once_and_the_rest_per_rank(ddp: Reference) -> None:
+    name = ddp.run.committed()[1]
+    with open_checkpoint(ddp.run.dir.checkpoint(name)) as reader:
+        assert (reader.ranks, reader.manifest.world, reader.manifest.milestone) == (2, {"size": 2}, "of-rank-1")
+        assert reader.manifest.data["loader"] == {"epoch": 1, "samples": 8, "length": ITEMS, "global_batch": 8}
+        assert reader.manifest.data["tokens"] == ITEMS + 8
+        own = [set(reader.rank_entries(rank)) for rank in (0, 1)]
+        per_rank = {"perdure.rng/torch", "perdure.rng", "perdure.session"}
+        assert per_rank <= own[0]
+        assert per_rank <= own[1]
+        common = own[0] & own[1]
+        assert not any(path.startswith(("model", "optimizer", "scheduler", "loader")) for path in common), common
+        assert {"model/0.weight", "optimizer/model.0.weight/exp_avg"} <= own[0] | own[1], "no `module.` of the wrapper's"
+        assert bytes(reader.read("perdure.rng/torch", 0)) != bytes(reader.read("perdure.rng/torch", 1))
+    assert_every_sample_once(ddp.trace)
+
+
+def test_ddp_ends_bit_identical_after_one_rank_is_killed_and_another_stopped(ddp: Reference, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "ddp")
+    direct, at = hit(run, 3, [1], signal.SIGKILL)
+    end = direct.end()
+    assert (end.reason, end.error_class, end.detail) == ("failed", "infrastructure", "rank 1 was killed by SIGKILL")
+    assert run.committed()[-1].step >= at - 1, "no finished step of which both have a snapshot is lost"
+
+    direct, at = hit(run, 14, [1], signal.SIGTERM)
+    end = direct.end()
+    assert (end.reason, end.step) == ("stopped", run.committed()[-1].step), "both cut at the same step"
+    assert at <= end.step <= at + 2
+
+    assert Direct(run).train_to_end([tracing(run)]).reason == "complete"
+    assert run.digest() == ddp.run.digest()
+    assert surviving(run) == ddp.trace
+    assert all(verify_folder(run.dir.checkpoint(name)) == [] for name in run.committed())

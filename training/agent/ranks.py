@@ -1,0 +1,292 @@
+"""All ranks of a launch: started as one process, or by torchrun; heard, watched by pid, and ended together. A rank that is gone
+before its time ends the launch at once."""
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from perdure.training import files
+from perdure.training.agent.descendants import children
+from perdure.training.agent.rank import Rank
+from perdure.training.config import RunConfig
+from perdure.training.process import start_time
+from perdure.training.run_dir import CheckpointName, RunDir, rank_log
+from perdure.training.wire import Message, Wire
+
+STACK_DUMP_SECS = 2.0
+SOCKET_VARIABLE = "PERDURE_AGENT_SOCKET"
+PARENT_VARIABLE = "PERDURE_AGENT_PID"
+LOGS_VARIABLE = "PERDURE_LOGS"
+"""Set where torchrun starts the ranks: each then opens a log of its own in this folder."""
+_PHASES = ("starting", "setup", "waiting for slot", "waiting for lease", "evaluation", "training", "leaving")
+"""What is true of all ranks if one of them is in it."""
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Ranks:
+    def __init__(
+        self,
+        run: RunDir,
+        config: RunConfig,
+        token: int,
+        resume: CheckpointName | None,
+        replan: bool,
+        slots: list[list[int]],
+    ) -> None:
+        """`slots`: the descriptors of each rank's own."""
+        self._slots = slots
+        self._welcome = {
+            "run_dir": str(run.root),
+            "token": token,
+            "resume": str(resume) if resume else "",
+            "replan": replan,
+            "world": len(slots),
+            "steps": config.run.steps,
+            "chunk": config.run.chunk,
+            "every": config.save_every,
+            "snapshot_every": config.checkpoint.snapshot_every,
+            "lazy": config.checkpoint.lazy,
+            "audit": config.checkpoint.audit,
+            "exact": config.run.exact,
+            "params": config.params,
+            "trajectory": config.trajectory(),
+            "entry_file": str(config.entry_file),
+            "entry_function": config.entry_function,
+            "config_dir": str(config.path.resolve().parent),
+        }
+        self._folder = tempfile.TemporaryDirectory(prefix="perdure-")  # 0700, and short: a socket path has 107 bytes
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"{self._folder.name}/agent")
+        self._listener.listen(len(slots))
+        self._listener.setblocking(False)
+        self._strangers: list[Wire] = []
+        """Connections that have not said yet whose they are."""
+        self._unread: list[tuple[int, Message]] = []
+        self.ranks = [Rank(number, resume.step if resume else 0) for number in range(len(slots))]
+        self.leased = 0
+        self.verdict: tuple[str, str] = ("", "")
+        """Error class and words of the agent's own, where it ended the launch."""
+        self.killed = False
+        """By us, not by somebody else."""
+        self._logs: Path = run.logs(token)
+        self._own_end = 0
+        """Status with which the process we started ended by itself."""
+        self._torchrun = config.launch.launcher == "torchrun" or len(slots) > 1
+        self._process = self._spawn(config)
+        if not self._torchrun:
+            self.ranks[0].is_process(self._process.pid)
+
+    def _spawn(self, config: RunConfig) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            **config.launch.env,
+            SOCKET_VARIABLE: f"{self._folder.name}/agent",
+            PARENT_VARIABLE: str(os.getpid()),
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = [sys.executable, "-m", "perdure.training.engine.main"]
+        log_path = self._logs / rank_log(0)
+        if self._torchrun:
+            environment[LOGS_VARIABLE] = str(self._logs)
+            command = [sys.executable, "-m", "perdure.training.engine.torchrun", str(len(self.ranks))]
+            log_path = self._logs / "torchrun.log"
+        with files.open_private(log_path) as log:
+            return subprocess.Popen(
+                command,
+                env=environment,
+                cwd=config.path.resolve().parent,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    # what they say
+
+    @property
+    def sources(self) -> list[int]:
+        """What becomes readable when there is news of them."""
+        new = [self._listener.fileno(), *(wire.socket.fileno() for wire in self._strangers)]
+        return new + [source for rank in self.ranks for source in rank.sources]
+
+    def receive(self) -> list[tuple[int, Message]]:
+        """New messages, each with the number of its rank."""
+        self._read()
+        news, self._unread = self._unread, []
+        return news
+
+    def _read(self) -> None:
+        self._accept()
+        for rank in self.ranks:
+            self._unread += [(rank.number, message) for message in rank.receive()]
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listener.accept()
+                self._strangers.append(Wire(connection))
+        for wire in list(self._strangers):
+            for message in wire.receive():
+                self._strangers.remove(wire)
+                self._meet(self.ranks[int(message["rank"])], wire)
+            if wire.closed and wire in self._strangers:
+                self._strangers.remove(wire)
+
+    def _meet(self, rank: Rank, wire: Wire) -> None:
+        told = wire.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        with contextlib.suppress(ProcessLookupError):  # dead already: its socket says so
+            rank.is_process(_CREDENTIALS.unpack(told)[0])
+        rank.wire = wire
+        wire.send({**self._welcome, "lease": self.leased}, tuple(self._slots[rank.number]))
+
+    @property
+    def phase(self) -> str:
+        return min((rank.phase for rank in self.ranks), key=_PHASES.index)
+
+    @property
+    def step(self) -> int:
+        """Finished by all."""
+        return min(rank.step for rank in self.ranks)
+
+    @property
+    def made_a_step(self) -> bool:
+        return all(rank.made_a_step for rank in self.ranks)
+
+    @property
+    def longest_step(self) -> float:
+        return max(rank.longest_step for rank in self.ranks)
+
+    @property
+    def last_news(self) -> float:
+        return min(rank.last_news for rank in self.ranks)
+
+    @property
+    def finished(self) -> bool:
+        return all(rank.finished for rank in self.ranks)
+
+    @property
+    def stopped(self) -> bool:
+        return all(rank.stopped for rank in self.ranks)
+
+    # what they are told
+
+    def send(self, message: Message) -> None:
+        for rank in self.ranks:
+            rank.send(message)
+
+    def lease(self, step: int) -> None:
+        self.leased = max(self.leased, step)
+        self.send({"lease": self.leased})
+
+    def free(self, slots: tuple[int, ...]) -> None:
+        """The saver needs these no more, one of each rank."""
+        for rank, slot in zip(self.ranks, slots, strict=True):
+            rank.send({"freed": slot})
+
+    # how they end
+
+    def is_alive(self) -> bool:
+        """Whether the launch goes on: all ranks are there, or have said that they are leaving."""
+        if not self._is_over():
+            return True
+        self._reap()
+        return False
+
+    def _is_over(self) -> bool:
+        if self._process.poll() is not None:
+            return True
+        self._look_for_unheard()
+        gone = [rank for rank in self.ranks if rank.gone]
+        if gone:
+            self._read()
+        return len(gone) == len(self.ranks) or any(rank.phase != "leaving" for rank in gone)
+
+    def _look_for_unheard(self) -> None:
+        """Ranks that torchrun has started and that ended before they could connect."""
+        unheard = [rank for rank in self.ranks if not rank.pid]
+        known = {rank.pid for rank in self.ranks}
+        dead = [pid for pid in children(self._process.pid) if pid not in known and start_time(pid) == 0] if unheard else []
+        for rank, pid in zip(unheard, dead, strict=False):
+            rank.is_process(pid)
+
+    def _reap(self) -> None:
+        """End what is left, and learn how those ended that were gone before: as orphans of torchrun they are ours."""
+        gone = [rank for rank in self.ranks if rank.gone]
+        self._own_end = self._process.poll() or 0
+        self._process.kill()
+        self._process.wait()
+        if not self._torchrun:
+            self.ranks[0].status = self._process.returncode
+            return
+        for rank in self.ranks:
+            if rank.pid:
+                status = self._end_of(rank.pid)
+                rank.status = status if rank in gone else 0
+
+    @staticmethod
+    def _end_of(pid: int) -> int:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return 0
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self.killed = True
+            self._reap()
+
+    def dump_stacks(self) -> None:
+        """Have all ranks write their Python stacks to their logs (faulthandler on SIGUSR2), and give them a moment to do so."""
+        for rank in self.ranks:
+            if rank.pid and not rank.gone:
+                os.kill(rank.pid, signal.SIGUSR2)
+        deadline = time.monotonic() + STACK_DUMP_SECS
+        while time.monotonic() < deadline and not any(rank.gone for rank in self.ranks):
+            time.sleep(0.05)
+
+    @property
+    def status(self) -> int:
+        """Of the rank to blame; of another that ended badly by itself, or of torchrun; else 0."""
+        return self.blamed.status or min((rank.status for rank in self.ranks if rank.status), default=self._own_end)
+
+    @property
+    def blamed(self) -> Rank:
+        """The rank whose end explains those of the others: an error of its own, then a signal, then a lost connection."""
+
+        def place(rank: Rank) -> tuple[bool, bool, bool]:
+            said = rank.failure[0]
+            return (said in ("", "infrastructure"), rank.status >= 0, not said)
+
+        return min(self.ranks, key=place)
+
+    @property
+    def failure(self) -> tuple[str, str]:
+        """Error class and words, as far as anybody has said any."""
+        error_class, detail = self.blamed.failure
+        if self.verdict[0]:
+            return self.verdict
+        return error_class, f"{self.name}: {detail}" if error_class and len(self.ranks) > 1 else detail
+
+    @property
+    def name(self) -> str:
+        """Of the rank to blame."""
+        return f"rank {self.blamed.number}" if len(self.ranks) > 1 else "rank"
+
+    @property
+    def log_path(self) -> Path:
+        """Of the rank to blame, or what torchrun wrote when no rank got far enough to have one."""
+        path = self._logs / rank_log(self.blamed.number)
+        return path if path.exists() or not self._torchrun else self._logs / "torchrun.log"
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self._listener.close()
+        self._folder.cleanup()
