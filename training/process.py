@@ -10,6 +10,8 @@ import time
 
 import msgspec
 
+SESSION_VARIABLE = "PERDURE_SESSION"
+"""Pid of the agent, for all that descends from its ranks."""
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -87,11 +89,19 @@ def end_session(leader: int) -> int:
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if os.getsid(int(entry.name)) == leader:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if _descends_from(int(entry.name), leader):
                 os.kill(int(entry.name), signal.SIGKILL)
                 killed += 1
     return killed
+
+
+def _descends_from(pid: int, leader: int) -> bool:
+    """By its session, or by the mark in its environment: torchrun gives each rank a session of its own."""
+    if os.getsid(pid) == leader:
+        return True
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return f"{SESSION_VARIABLE}={leader}".encode() in file.read().split(b"\0")
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

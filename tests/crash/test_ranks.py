@@ -1,5 +1,5 @@
-"""Two ranks on one machine: whichever of them is killed, the finished state and the order of the data are those of an undisturbed
-run, and what they have in common is stored once."""
+"""Two ranks on one machine: whichever of them is killed, the finished state and the order of the data are those of a run nobody
+disturbed, and what they have in common is stored once."""
 
 import json
 import shutil
@@ -12,6 +12,7 @@ from harness import Direct, Run, children, kill, wait_until
 
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder
+from perdure.training.errors import ConfigError
 from perdure.training.process import ProcessId, identify
 
 RANKS = Path(__file__).parent / "ranks"
@@ -124,6 +125,8 @@ def test_ddp_ends_bit_identical_after_one_rank_is_killed_and_another_stopped(ddp
     assert (end.reason, end.step) == ("stopped", run.committed()[-1].step), "both cut at the same step"
     assert at <= end.step <= at + 2
 
+    with pytest.raises(ConfigError, match="processes: 2 -> 1"):
+        Direct(run).launch(["launch.processes=1"])
     assert Direct(run).train_to_end([tracing(run)]).reason == "complete"
     assert run.digest() == ddp.run.digest()
     assert surviving(run) == ddp.trace

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from perdure.training.checkpoint.audit import snapshot_digest
+from perdure.training.checkpoint.audit import snapshots_digest
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.writer import write_checkpoint
 from perdure.training.engine import host_memory
@@ -41,7 +41,7 @@ def about(step: int = 1) -> About:
 def digest_in(slot: int) -> str:
     snapshot = Snapshot(slot)
     assert snapshot.whole
-    digest = snapshot_digest(snapshot)
+    digest = snapshots_digest([snapshot])
     snapshot.close()
     return digest
 

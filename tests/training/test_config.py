@@ -120,8 +120,9 @@ WRONG = {
     "store.part_mib=4": "store.part_mib = 4 is out of range",
     "store.endpoint_url=localhost:9000": "store.endpoint_url = 'localhost:9000' is not a URL",
     # launch
-    "launch.processes=0": "launch.processes = 0 is less than 1",
-    "launch.processes=2": "this version trains with one process",
+    "launch.processes=0": "launch.processes = 0 is out of range",
+    "launch.processes=129": "launch.processes = 129 is out of range",
+    "launch.launcher=mpi": "launch.launcher",
     "launch.stop_grace=0": "launch.stop_grace = 0.0 is out of range",
     "launch.stop_grace=inf": "launch.stop_grace = inf is out of range",
     "launch.stop_grace=nan": "launch.stop_grace = nan is out of range",

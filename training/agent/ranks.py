@@ -16,7 +16,7 @@ from perdure.training import files
 from perdure.training.agent.descendants import children
 from perdure.training.agent.rank import Rank
 from perdure.training.config import RunConfig
-from perdure.training.process import start_time
+from perdure.training.process import SESSION_VARIABLE, start_time
 from perdure.training.run_dir import CheckpointName, RunDir, rank_log
 from perdure.training.wire import Message, Wire
 
@@ -89,6 +89,7 @@ class Ranks:
             **config.launch.env,
             SOCKET_VARIABLE: f"{self._folder.name}/agent",
             PARENT_VARIABLE: str(os.getpid()),
+            SESSION_VARIABLE: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }
         command = [sys.executable, "-m", "perdure.training.engine.main"]
