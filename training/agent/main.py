@@ -54,6 +54,8 @@ class Agent:
         self.stop_reason = ""
         self.stop_deadline = float("inf")
         self.lifeline = True
+        self._said = {""}
+        """Notices of the ranks: all come upon the same."""
         self._line = b""
         self._counter = 0
         self._published = 0.0
@@ -98,7 +100,8 @@ class Agent:
                 self.room.ask(rank, int(message["state_bytes"]), self.ranks)
             if "waiting_for_slot" in message and rank == 0:
                 self.say_waiting(int(message["waiting_for_slot"]), message.get("waited"))
-            if "notice" in message:
+            if message.get("notice", "") not in self._said:
+                self._said.add(message["notice"])
                 events.record(self.run, "notice", text=message["notice"], token=self.token)
 
     def say_waiting(self, step: int, seconds: float | None) -> None:

@@ -94,9 +94,10 @@ class Savers:
         """After the ranks' death: save the newest step of which every rank has a whole snapshot, if it is newer than all that
         was given to the saver. One torn by the death is passed over; the other slot's is used."""
         found = [{_step_in(fd): slot for slot, fd in enumerate(slots)} for slots in self._slots]
-        newest = max(set.intersection(*map(set, found)))
+        newest = max(set.intersection(*map(set, found)), default=-1)
         if newest > self._newest:
-            text = f"the rank is gone; its newest snapshot in memory, of step {newest}, is saved"
+            who = "the rank is gone; its" if len(found) == 1 else "a rank is gone; the"
+            text = f"{who} newest snapshot in memory, of step {newest}, is saved"
             events.record(self._run, "notice", text=text, token=self._token)
             self._submit(newest, {rank: slots[newest] for rank, slots in enumerate(found)})
 
