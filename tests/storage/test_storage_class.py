@@ -1,7 +1,8 @@
 """Storage classes: sent with files only; one that has to be thawed is entered after the proof; unknown ones are named."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import S3Server
@@ -64,6 +65,22 @@ def test_a_class_that_has_to_be_thawed_is_entered_by_a_copy_in_place(
     assert classes(store) == {"small": "DEEP_ARCHIVE", "big": "DEEP_ARCHIVE"}
 
 
+def test_a_copy_in_place_that_was_cut_off_is_no_upload_to_go_on_with(
+    open_s3: OpenS3, sizes: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, listed = open_s3(storage_class="DEEP_ARCHIVE"), S3Store.uploads_of
+    left = store.write("create_multipart_upload", "big", StorageClass="DEEP_ARCHIVE", Metadata={"perdure-digest": "blake3:1"})
+
+    def as_aws(self: S3Store, prefix: str) -> Iterator[dict[str, Any]]:
+        """This server's listing does not say the class."""
+        return ({**item, "StorageClass": "DEEP_ARCHIVE"} for item in listed(self, prefix))
+
+    monkeypatch.setattr(S3Store, "uploads_of", as_aws)
+    store.put_file("big", sizes["big"])
+    assert store.cold.settled_in("big", "blake3:1") == "", "nobody has proven these bytes"
+    assert [item.upload_id for item in store.list_uploads("big")] == [left["UploadId"]]
+
+
 def test_a_class_that_the_server_does_not_know_is_one_sentence(
     open_s3: OpenS3, s3_keys: S3Server, sizes: dict[str, Path]
 ) -> None:
@@ -79,5 +96,5 @@ def test_a_class_that_the_server_does_not_know_is_one_sentence(
             store.cold.settle("x", "blake3:1")
         proxy.rule = lambda seen: Reply(501, "NotImplemented") if "x-amz-copy-source" in seen.headers else None
         with pytest.raises(StoreError, match="NotImplemented") as refused:
-            store.cold.settle("x", "blake3:1")
+            store.cold.settle("x", "blake3:2")
         assert 'storage_class = "GLACIER"' in refused.value.hint

@@ -12,9 +12,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+import pytest
 from storage.proxy import proxy_to
 
-from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training import files
+from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir, rank_index, rank_pack
+from perdure.training.storage.s3 import S3Store
 from perdure.training.storage.store import ObjectStore, StoreSettings
 from perdure.training.travel.pull import pull
 from perdure.training.travel.push import push
@@ -62,6 +65,33 @@ def test_killed_anywhere_another_machine_gets_the_old_or_the_new_and_the_next_pu
     assert pulled[-1] == new
     assert pulled == sorted(pulled)  # once the manifest is there it stays
     assert len(pulled) > 10
+
+
+def test_killed_around_a_copy_in_place_nothing_is_named_before_it_is_where_it_belongs(
+    open_s3: Callable[..., S3Store], made: MadeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, calls = made.commit(100, 1), list[str]()
+    files_of = [RunDir.checkpoint_key(name, file) for file in (rank_pack(0), rank_index(0))]
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "fail_point", lambda call, _: calls.append(call))
+        push(made.dir, open_s3(storage_class="GLACIER"), name)
+    copies = [number for number, call in enumerate(calls, start=1) if call == "s3:copy"]
+    assert len(copies) == len(files_of)
+    for call in (copies[0], copies[0] + 1, copies[-1], copies[-1] + 2):
+        made.dir.fact(name, "store").unlink()
+        store = open_s3(storage_class="GLACIER")
+        assert push_killed_at(call, store, made.dir, name) != 0
+
+        def settled(store: S3Store = store) -> list[str]:
+            heads = [store.head(key) or {} for key in files_of]
+            return [str(head.get("StorageClass", "")) for head in heads]
+
+        if store.size(RunDir.checkpoint_key(name, MANIFEST)) is not None:
+            assert settled() == ["GLACIER"] * 2
+        assert push(made.dir, store, name).storage_class == "GLACIER"
+        assert settled() == ["GLACIER"] * 2
+        for key in files_of:
+            assert store.get(key, limit=1 << 20) == (made.dir.root / key).read_bytes()
 
 
 def test_the_manifest_is_sent_after_everything_it_names(open_s3: Callable[..., Any], s3_keys: Any, made: MadeRun) -> None:

@@ -1,6 +1,7 @@
 """A tier of a class that has to be thawed: filled, asked for, waited for, read; each state is shown and none is an error."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,16 +9,18 @@ from conftest import S3Server
 from storage.glacier import Glacier
 from storage.proxy import Proxy, Reply, proxy_to
 
-from perdure.training.checkpoint import facts, thaws
+from perdure.training.checkpoint import facts, manifest, thaws
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.errors import CheckpointNotFound, NeedsThaw, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir, rank_index, rank_pack
+from perdure.training.storage.folder import FolderStore
 from perdure.training.storage.s3 import S3Store
 from perdure.training.tier_settings import TierSection
 from perdure.training.travel import archive, thaw
 from perdure.training.travel.copies import Stored
 from perdure.training.travel.places import Tier
 from perdure.training.travel.pull import pull_from
+from perdure.training.travel.push import push
 from perdure.training.travel.scrub import scrub
 from perdure.training.travel.scrub_plan import choose, survey
 
@@ -146,7 +149,7 @@ def test_a_frozen_place_is_no_source_of_an_archive_and_says_when_it_is_ready(
     assert archive.survey(made.dir, [other, tier]).steps == ()
 
 
-def test_scrub_reads_a_cold_copy_while_it_is_thawed(made: MadeRun, tier: Tier, glacier: Glacier) -> None:
+def test_scrub_reads_a_cold_copy_while_it_is_thawed(made: MadeRun, tier: Tier, glacier: Glacier, proxy: Proxy) -> None:
     name, place = made.commit(100, 1), Stored(tier.store, "cold")
     fill(made, tier)
     found = survey(made.dir, [place])
@@ -167,6 +170,17 @@ def test_scrub_reads_a_cold_copy_while_it_is_thawed(made: MadeRun, tier: Tier, g
     fact = facts.read_fact(made.dir, name, "cold")
     assert fact is not None
     assert (fact.result, fact.storage_class) == ("good", "DEEP_ARCHIVE")
+    record, key = manifest.read(made.dir.checkpoint(name)).files[0], RunDir.checkpoint_key(name, rank_pack(0))
+    tier.store.raw(  # type: ignore[attr-defined]
+        "put_object", key, Key=tier.store.full_key(key), Body=b"rot" + whole[3:], StorageClass="DEEP_ARCHIVE",  # type: ignore[attr-defined]
+        Metadata={"perdure-digest": record.digest},
+    )  # fmt: skip
+    proxy.log.clear()
+    there = [copy for copy in found.copies if copy.place == "cold"]
+    assert [one.outcome for one in scrub(made.dir, [place], found.copies, there).found] == ["repaired"]
+    assert operations(proxy, rank_pack(0)).count("put") == 2, "sent, and moved, whatever an earlier push had proven"
+    assert operations(proxy, rank_index(0)).count("put") == 0
+    assert [one.outcome for one in scrub(made.dir, [place], found.copies, there).found] == ["skipped"], "frozen again"
 
 
 def test_a_refused_thaw_is_one_sentence(made: MadeRun, tier: Tier, proxy: Proxy, glacier: Glacier) -> None:
@@ -178,4 +192,29 @@ def test_a_refused_thaw_is_one_sentence(made: MadeRun, tier: Tier, proxy: Proxy,
     assert "s3:RestoreObject" in caught.value.hint
     assert thaws.read_thaws(made.dir) == []
     proxy.rule = lambda seen: Reply(409, "RestoreAlreadyInProgress") if seen.method == "POST" else glacier(seen)
-    assert thaw.ask(made.dir, Stored(tier.store, "cold"), name).state == "frozen"  # type: ignore[union-attr]
+    places = [Stored(tier.store, "cold")]
+
+    def read() -> None:
+        raise NeedsThaw("frozen", checkpoint=str(name), place="cold")
+
+    with pytest.raises(NeedsThaw, match="is frozen, though it was asked for"):  # and not for ever
+        thaw.reading(read, made.dir, places, asks=True, waits=True, say=lambda _: None)
+
+
+def test_a_place_may_be_away_while_a_thaw_is_waited_for(made: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thaw, "_FIRST_POLL_SECS", 0.01)
+    name, failures = made.commit(100, 1), [StoreError("no answer"), StoreError("no answer")]
+
+    class AwayForAWhile(FolderStore):
+        @property
+        def cold(self) -> None:
+            if failures:
+                raise failures.pop()
+
+    place = Stored(AwayForAWhile(tmp_path / "far"), "far")
+    push(made.dir, FolderStore(tmp_path / "far"), name, place="far")
+    asked = thaws.Thaw(place="far", checkpoint=str(name), state="thawing", asked_at=1.0, checked_at=1.0)
+    assert thaw.wait(made.dir, place, name, asked).state == "thawed"
+    failures.append(StoreError("refused", retryable=False))
+    with pytest.raises(StoreError, match="refused"):
+        thaw.wait(made.dir, place, name, asked)

@@ -44,6 +44,10 @@ def find_thaw(run: RunDir, place: str, name: CheckpointName) -> Thaw | None:
     return read_thaw(run.thaw(place, name).stem, run)
 
 
+def forget_thaw(run: RunDir, place: str, name: CheckpointName) -> None:
+    files.remove(run.thaw(place, name))
+
+
 def write_thaw(run: RunDir, name: CheckpointName, thaw: Thaw) -> None:
     files.make_dirs(run.thaws)
     files.write_atomically(run.thaw(thaw.place, name), msgspec.json.encode(thaw))

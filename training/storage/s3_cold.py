@@ -30,7 +30,7 @@ class S3Cold:
 
     def settle(self, key: str, digest: str) -> str:
         """Copied in place by the server: what has to be thawed cannot be read back, so the proof came before."""
-        if self._class:
+        if self._class and self.settled_in(key, digest) != self._class:
             self._copy(key, digest)
             if self.settled_in(key, digest) != self._class:
                 raise StoreError(

@@ -15,6 +15,7 @@ from perdure.training.errors import CheckpointDamaged, StoreError
 from perdure.training.storage import s3_errors
 from perdure.training.storage.parallel import PARTS, in_order, ranges
 from perdure.training.storage.store import Progress, ShouldStop, TransferStopped, Watch, check_file_size
+from perdure.training.store_settings import NEED_THAW
 
 if TYPE_CHECKING:
     from perdure.training.storage.s3 import S3Store
@@ -105,7 +106,11 @@ class Upload:
         """Our own upload of this key that was cut off, newest first, with the parts it has."""
         try:
             full = self._store.full_key(self._key)
-            found = [item for item in self._store.uploads_of(self._key) if item["Key"] == full]
+            found = [
+                item
+                for item in self._store.uploads_of(self._key)
+                if item["Key"] == full and item.get("StorageClass") not in NEED_THAW  # a copy in place that was cut off
+            ]
             for item in sorted(found, key=lambda item: float(item["Age"])):
                 return str(item["UploadId"]), self._parts_of(str(item["UploadId"]))
         except StoreError as error:

@@ -74,10 +74,12 @@ def mend_stored(run: RunDir, place: Stored, name: CheckpointName, local: State, 
     """Push the good local copy again, which reads everything back. "" when that went well, else why not."""
     if stored.manifest and local.manifest and stored.manifest.base is None and local.manifest.base is not None:
         return f"{place.word} holds a rolled-up {name}, here it is still an increment: `perdure rollup {run.root}`, then push"
-    return _pushed(run, place, name)
+    return _pushed(run, place, name, stored)
 
 
-def _pushed(run: RunDir, place: Stored, name: CheckpointName) -> str:
+def _pushed(run: RunDir, place: Stored, name: CheckpointName, stored: State) -> str:
+    """Said first, for a push believes what an earlier one proved of files that cannot be read."""
+    facts.write_fact(run, name, _fact(place.word, told(stored), place.store.url))
     try:
         push(run, place.store, name, place=place.word)
     except (CheckpointDamaged, CheckpointNotFound, StoreConflict) as error:
@@ -85,7 +87,7 @@ def _pushed(run: RunDir, place: Stored, name: CheckpointName) -> str:
     return ""
 
 
-def mend_through(run: RunDir, source: Stored, target: Stored, name: CheckpointName, away: dict[str, str]) -> str:
+def mend_through(run: RunDir, source: Stored, target: Stored, name: CheckpointName, stored: State, away: dict[str, str]) -> str:
     """Copy from one place to another what is not here. "" when that went well, else why not; `away` gets a source that cannot
     be read now."""
     with try_lock(run.archive_lock) as ours:
@@ -98,7 +100,7 @@ def mend_through(run: RunDir, source: Stored, target: Stored, name: CheckpointNa
                 if isinstance(error, StoreError) and error.retryable:
                     away[source.word] = str(error)
                 return str(error)
-            return _pushed(spool, target, name)
+            return _pushed(spool, target, name, stored)
 
 
 def record_local(run: RunDir, name: CheckpointName, problems: list[str]) -> None:

@@ -174,7 +174,7 @@ class _Scrub:
             why = heal.mend_stored(self.run, target, copy.name, local, state)
         else:
             for source, other in self.others(copy.name, copy.place, away):
-                if other.good and not (why := heal.mend_through(self.run, source, target, copy.name, away)):
+                if other.good and not (why := heal.mend_through(self.run, source, target, copy.name, state, away)):
                     break
         if not why:
             self.repaired(copy.place, copy, heal.told(state))

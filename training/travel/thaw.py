@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from perdure.training import events
-from perdure.training.checkpoint.thaws import Thaw, find_thaw, read_thaws, write_thaw
+from perdure.training.checkpoint.thaws import Thaw, find_thaw, forget_thaw, read_thaws, write_thaw
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, NeedsThaw, StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.cold import Access, ColdStore, Speed
@@ -20,6 +20,8 @@ DAYS = 7
 SPEED: Speed = "Standard"
 LONGEST_POLL_SECS = 300.0
 _FIRST_POLL_SECS = 1.0
+_MISSES = 12
+"""Looks in a row that may fail: an hour."""
 _WIDTH = 8
 Result = TypeVar("Result")
 
@@ -82,7 +84,7 @@ def ask(run: RunDir | None, place: Stored, name: CheckpointName, *, days: int = 
     if cold is None:
         return None
     known = find_thaw(run, place.word, name) if run else None
-    asked = [key for key in _keys(place, name) if _thaw(cold, key, days, speed)]
+    asked = any(list(in_order(lambda key: _thaw(cold, key, days, speed), _keys(place, name), width=_WIDTH)))
     now, access = time.time(), look(place, name)
     if access == Access(state="readable") and not asked:
         return None
@@ -118,6 +120,9 @@ def refresh(run: RunDir, places: Sequence[Stored]) -> list[Thaw]:
         if place is None or name is None:
             continue
         with contextlib.suppress(StoreError, CheckpointDamaged):
+            if not place.exists(name):
+                forget_thaw(run, place.word, name)
+                continue
             now = _write(run, place, name, look(place, name), thaw.asked_at)
             if now.state == "thawed" and thaw.state == "thawing":
                 events.record(run, "notice", text=told(now))
@@ -126,12 +131,17 @@ def refresh(run: RunDir, places: Sequence[Stored]) -> list[Thaw]:
 
 
 def wait(run: RunDir | None, place: Stored, name: CheckpointName, thaw: Thaw) -> Thaw:
-    """Look again and again until it can be read, or is frozen again."""
-    pause = _FIRST_POLL_SECS
+    """Look again and again until it can be read, or is frozen again. A place may be away for a while meanwhile."""
+    pause, misses = _FIRST_POLL_SECS, 0
     while thaw.state == "thawing":
         time.sleep(pause)
         pause = min(pause * 2, LONGEST_POLL_SECS)
-        thaw = _write(run, place, name, look(place, name), thaw.asked_at)
+        try:
+            thaw, misses = _write(run, place, name, look(place, name), thaw.asked_at), 0
+        except StoreError as error:
+            misses += 1
+            if not error.retryable or misses > _MISSES:
+                raise
     return thaw
 
 
@@ -165,7 +175,8 @@ def reading(
                     f"{told(thaw)}: that takes hours", "the same command goes on then; --wait waits for it"
                 ) from None
             say(told(thaw))
-            wait(run, place, name, thaw)
+            if wait(run, place, name, thaw).state == "frozen":
+                raise NeedsThaw(f"{told(thaw)}, though it was asked for: see what the store says of it") from None
 
 
 def told(thaw: Thaw) -> str:
