@@ -11,8 +11,9 @@ from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.checkpoint.thaws import read_thaws
 from perdure.training.errors import CheckpointDamaged, ConfigError, ObjectNotFound, StoreConflict, StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.storage.parallel import in_order
 from perdure.training.store_settings import NEED_THAW
-from perdure.training.travel.contents import committed_among, read_remote_fact
+from perdure.training.travel.contents import WIDTH, committed_among, read_remote_fact
 from perdure.training.travel.copies import Stored, read_manifest
 from perdure.training.travel.fence import check_same_run, remote_run_info
 
@@ -102,8 +103,8 @@ def _of_place(run: RunDir, place: Stored, here: Mapping[CheckpointName, Listed],
         sizes[folder] = sizes.get(folder, 0) + item.size
         if item.storage_class in NEED_THAW:  # also where a rule of the bucket moved it
             classes[folder] = item.storage_class
-    found = []
-    for name in committed_among(objects):
+
+    def copy(name: CheckpointName) -> Copy:
         listed = here.get(name)
         known = facts.read_fact(run, name, place.word) if listed else None
         if known is None or known.result == facts.PRUNED:
@@ -111,9 +112,9 @@ def _of_place(run: RunDir, place: Stored, here: Mapping[CheckpointName, Listed],
         base = listed.base if listed and listed.manifest else _stored_base(place, name, run_id)
         cold = classes.get(str(name), "")
         is_frozen = bool(cold) and (place.word, str(name)) not in thawed
-        copy = _copy(name, place.word, sizes[str(name)], known, base)
-        found.append(replace(copy, storage_class=cold, is_frozen=is_frozen))
-    return found
+        return replace(_copy(name, place.word, sizes[str(name)], known, base), storage_class=cold, is_frozen=is_frozen)
+
+    return list(in_order(copy, committed_among(objects), width=WIDTH))
 
 
 def _copy(name: CheckpointName, place: str, size: int, fact: Fact | None, base: CheckpointName | None) -> Copy:
