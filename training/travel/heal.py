@@ -79,8 +79,9 @@ def mend_stored(run: RunDir, place: Stored, name: CheckpointName, local: State, 
 
 def _pushed(run: RunDir, place: Stored, name: CheckpointName, stored: State) -> str:
     """Said first, for a push believes what an earlier one proved of files that cannot be read."""
-    facts.write_fact(run, name, _fact(place.word, told(stored), place.store.url))
     try:
+        with hold(run.checkpoint(name)):
+            facts.write_fact(run, name, _fact(place.word, told(stored), place.store.url))
         push(run, place.store, name, place=place.word)
     except (CheckpointDamaged, CheckpointNotFound, StoreConflict) as error:
         return str(error)
@@ -105,7 +106,7 @@ def mend_through(run: RunDir, source: Stored, target: Stored, name: CheckpointNa
 
 def record_local(run: RunDir, name: CheckpointName, problems: list[str]) -> None:
     """What was found of the copy here, unless it was deleted meanwhile."""
-    if run.manifest(name).exists():
+    with contextlib.suppress(CheckpointNotFound, CheckpointDamaged), hold(run.checkpoint(name)):
         facts.write_fact(run, name, _fact("local", problems, str(name)))
 
 
@@ -113,7 +114,7 @@ def record_stored(run: RunDir, place: Stored, name: CheckpointName, problems: li
     """At its place for whoever has nothing else, and here where there is a copy too."""
     fact = _fact(place.word, problems, place.store.url, storage_class)
     place.store.put(RunDir.checkpoint_key(name, CHECK_KEY), msgspec.json.encode(fact))
-    if run.manifest(name).exists():
+    with contextlib.suppress(CheckpointNotFound, CheckpointDamaged), hold(run.checkpoint(name)):
         facts.write_fact(run, name, fact)
         if not place.exists(name):  # a prune of that place had the word, and nobody may count on that copy
             files.remove(run.fact(name, place.word))
