@@ -15,8 +15,8 @@ from perdure.training.run_dir import CheckpointName, RunDir
 if TYPE_CHECKING:
     from perdure.training.travel.copies import Stored
 
-_OF_A_PULL = ("lock", "events.jsonl", "launches", "checkpoints", "thaws")
-"""What a pull that died may have left."""
+_OF_A_START = ("lock", "slack.lock", "slack.json", "events.jsonl", "flow-runs", "logs", "launches", "checkpoints", "thaws")
+"""What a pull that died may have left, or a `perdure run` that could not bring the run back."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +101,6 @@ def _parse(text: str | None) -> CheckpointName | None:
 def _check_free(run: RunDir) -> None:
     if run.root.exists() and not run.root.is_dir():
         raise ConfigError(f"{run.root} is not a folder", "name a new one")
-    foreign = [path.name for path in run.root.iterdir() if path.name not in _OF_A_PULL] if run.root.is_dir() else []
+    foreign = [path.name for path in run.root.iterdir() if path.name not in _OF_A_START] if run.root.is_dir() else []
     if foreign and not run.run_json.exists():
         raise CheckpointNotFound(f"{run.root} is not empty and holds no run", "name a new folder")

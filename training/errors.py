@@ -71,7 +71,7 @@ class NeedsThaw(StoreError):
     """A copy lies in a storage class that has to be thawed before it is read."""
 
     exit_code = 12
-    hint = "ask for it: `perdure archive RUN.TOML --thaw NAME`, or pull and restore with --thaw; then the same command goes on"
+    hint = "ask for it with --thaw, then the same command goes on"
 
     def __init__(self, message: str, hint: str = "", *, checkpoint: str = "", place: str = "") -> None:
         super().__init__(message, retryable=False, hint=hint)

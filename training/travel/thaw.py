@@ -48,7 +48,8 @@ def needed(place: Stored, name: CheckpointName) -> Iterator[None]:
         yield
     except NeedsThaw as error:
         text = f"checkpoint {name} in {place.store.url} has to be thawed before it can be read"
-        raise NeedsThaw(text, checkpoint=str(name), place=place.word) from error
+        hint = f"ask for it: `perdure archive RUN.TOML --thaw {name}`, or pull, restore --thaw; then the same command goes on"
+        raise NeedsThaw(text, hint, checkpoint=str(name), place=place.word) from error
 
 
 def look(place: Stored, name: CheckpointName) -> Access:
