@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from harness import Direct, Run, children, kill, wait_until
+from torch import nn
 
-from perdure.training.checkpoint.reader import open_checkpoint
+from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder
+from perdure.training.engine.export import reading, state_dicts
 from perdure.training.errors import ConfigError
 from perdure.training.process import ProcessId, identify
 
@@ -60,10 +62,10 @@ def number_of(pid: int) -> int:
     return next((int(text.partition(b"=")[2]) for text in variables if text.startswith(b"RANK=")), -1)
 
 
-def hit(run: Run, step: int, victims: list[int], number: int) -> tuple[Direct, int]:
+def hit(run: Run, step: int, victims: list[int], number: int, *settings: str) -> tuple[Direct, int]:
     """Launch, wait for `step`, send a signal to these ranks; the step all had finished then."""
     direct = Direct(run)
-    trainer = direct.launch([SLOW, tracing(run)])
+    trainer = direct.launch([SLOW, tracing(run), *settings])
     wait_until(lambda: run.step() >= step or not trainer.is_alive(), f"step {step}")
     found, at = ranks(run), run.step()
     for victim in victims:
@@ -82,6 +84,11 @@ def make_reference(folder: Path, kind: str) -> Reference:
 
 
 @pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference(tmp_path_factory.mktemp("reference"), "fsdp2")
+
+
+@pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return make_reference(tmp_path_factory.mktemp("reference"), "ddp")
 
@@ -96,18 +103,22 @@ def assert_every_sample_once(trace: dict[tuple[int, int], str]) -> None:
     assert sorted(order[:ITEMS]) == list(range(ITEMS))
 
 
+def assert_nothing_is_twice_there(reader: CheckpointReader) -> list[set[str]]:
+    """But what each rank has of its own; the leaves of each rank's index."""
+    own = [set(reader.rank_entries(rank)) for rank in (0, 1)]
+    common = own[0] & own[1]
+    assert {"perdure.rng/torch", "perdure.rng", "perdure.session"} <= common
+    assert not any(path.startswith(("model", "optimizer", "scheduler", "loader")) for path in common), common
+    return own
+
+
 def test_what_ranks_have_in_common_is_stored_once_and_the_rest_per_rank(ddp: Reference) -> None:
     name = ddp.run.committed()[1]
     with open_checkpoint(ddp.run.dir.checkpoint(name)) as reader:
         assert (reader.ranks, reader.manifest.world, reader.manifest.milestone) == (2, {"size": 2}, "of-rank-1")
         assert reader.manifest.data["loader"] == {"epoch": 1, "samples": 8, "length": ITEMS, "global_batch": 8}
         assert reader.manifest.data["tokens"] == ITEMS + 8
-        own = [set(reader.rank_entries(rank)) for rank in (0, 1)]
-        per_rank = {"perdure.rng/torch", "perdure.rng", "perdure.session"}
-        assert per_rank <= own[0]
-        assert per_rank <= own[1]
-        common = own[0] & own[1]
-        assert not any(path.startswith(("model", "optimizer", "scheduler", "loader")) for path in common), common
+        own = assert_nothing_is_twice_there(reader)
         assert {"model/0.weight", "optimizer/model.0.weight/exp_avg"} <= own[0] | own[1], "no `module.` of the wrapper's"
         assert bytes(reader.read("perdure.rng/torch", 0)) != bytes(reader.read("perdure.rng/torch", 1))
     assert_every_sample_once(ddp.trace)
@@ -131,3 +142,42 @@ def test_ddp_ends_bit_identical_after_one_rank_is_killed_and_another_stopped(ddp
     assert run.digest() == ddp.run.digest()
     assert surviving(run) == ddp.trace
     assert all(verify_folder(run.dir.checkpoint(name)) == [] for name in run.committed())
+
+
+def test_fsdp2_each_rank_stores_its_pieces_and_readers_put_them_together(fsdp2: Reference) -> None:
+    name = fsdp2.run.committed()[-1]
+    with open_checkpoint(fsdp2.run.dir.checkpoint(name)) as reader:
+        assert reader.manifest.world == {"size": 2, "meshes": [{"shape": [2], "names": []}]}
+        for rank, rows in ((0, 33), (1, 32)):
+            entry = reader.rank_entries(rank)[f"model/0.weight%at/{rank * 33},0"]
+            assert tuple(entry.shape) == (rows, 16)
+            assert f"optimizer/model.0.weight/exp_avg%at/{rank * 33},0" in reader.rank_entries(rank)
+        assert_nothing_is_twice_there(reader)
+        found = state_dicts(reading(reader), None)
+    model = nn.Sequential(nn.Linear(16, 65), nn.ReLU(), nn.Dropout(0.1), nn.Linear(65, 4))
+    model.load_state_dict(found["model"])
+    assert found["optimizer"]["state"][0]["exp_avg"].shape == (65, 16)
+    assert_every_sample_once(fsdp2.trace)
+
+
+def test_fsdp2_ends_bit_identical_after_all_ranks_and_the_agent_are_killed(fsdp2: Reference, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "fsdp2")
+    direct, at = hit(run, 3, [0, 1], signal.SIGKILL)
+    assert direct.end().error_class == "infrastructure"
+    assert run.committed()[-1].step >= at - 1
+
+    helper = tmp_path / "helper"
+    direct = Direct(run)
+    direct.launch([SLOW, tracing(run), "checkpoint.lazy=true", f"launch.env.TINY_child={helper}"])
+    wait_until(lambda: run.step() >= 14, "step 14")
+    child, found = identify(int(helper.read_text())), ranks(run)
+    kill(run.agent())
+    wait_until(lambda: not any(rank.is_alive() for rank in found), "the ranks gone", 10)
+    direct.end()
+    assert run.committed()[-1].step >= 12
+
+    assert Direct(run).train_to_end([tracing(run), "checkpoint.lazy=true", "checkpoint.audit=true"]).reason == "complete"
+    assert not child.is_alive(), "nor is what they had started"
+    assert "save_failed" not in run.kinds()
+    assert run.digest() == fsdp2.run.digest()
+    assert surviving(run) == fsdp2.trace

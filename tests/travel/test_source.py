@@ -8,11 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from snapshots import Source, random_bytes
+from snapshots import Source, random_bytes, write
 from storage.proxy import proxy_to
 
 from perdure.training.checkpoint import manifest
 from perdure.training.checkpoint.derive import cast
+from perdure.training.checkpoint.pieces import piece_path
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.restore import restore_safetensors
 from perdure.training.errors import CheckpointDamaged
@@ -77,6 +78,23 @@ def test_of_the_packs_only_what_is_asked_for_is_fetched(
             restore_safetensors(reader, out, threads=2)
         whole = (run.checkpoint(FULL) / "rank-00000.pack").stat().st_size
         assert proxy.fetched(".pack") == whole, "all of it once, though the weight is made from the master"
+
+
+def test_packs_of_many_ranks_are_fetched_once_though_tensors_lie_across_all_of_them(tmp_path: Path) -> None:
+    run, ranks, rows, out = RunDir(tmp_path / "run"), 12, 40_000, tmp_path / "out.safetensors"
+    pieces = [{name: random_bytes((name, rank), rows * 10) for name in "abcdefgh"} for rank in range(ranks)]
+    sources = [Source() for _ in pieces]
+    for rank, own in enumerate(pieces):
+        for name, data in own.items():
+            sources[rank].tensor(piece_path(f"model/{name}", (rank * rows, 0)), "uint8", (rows, 10), data)
+    found = write(run, *sources)
+    counts: list[int] = []
+    with open_stored(FolderStore(run.root), found.name, found.run, counts.append) as reader:
+        restore_safetensors(reader, out, threads=2)
+    assert {name[6:]: value.tobytes() for name, value in load_file(out).items()} == {
+        name: b"".join(own[name] for own in pieces) for name in "abcdefgh"
+    }
+    assert sum(counts) == sum(record.bytes for record in found.files)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ class Agent:
             if "snapshot" in message:
                 self.savers.take_in(rank, int(message["snapshot"]), int(message["step"]))
             if "state_bytes" in message:
-                self.room.ask(rank, int(message["state_bytes"]), self.ranks)
+                self.room.ask(rank, int(message["state_bytes"]), int(message["pieces"]), self.ranks)
             if "waiting_for_slot" in message and rank == 0:
                 self.say_waiting(int(message["waiting_for_slot"]), message.get("waited"))
             if message.get("notice", "") not in self._said:

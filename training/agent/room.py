@@ -19,16 +19,16 @@ class Room:
 
     def __init__(self, run: RunDir, config: RunConfig, token: int) -> None:
         self._run, self._config, self._token = run, config, token
-        self._told: dict[int, int] = {}
-        """Bytes of the state of each rank that has said it."""
+        self._told: dict[int, tuple[int, int]] = {}
+        """Of each rank that has said it: bytes of its state, and of what of that no other rank has."""
         self._asked: set[int] = set()
         """Ranks that wait for an answer."""
         self._not_before = 0.0
         self.waiting = False
         """Ranks wait for room that is not there."""
 
-    def ask(self, rank: int, state_bytes: int, ranks: Ranks) -> None:
-        self._told[rank] = state_bytes
+    def ask(self, rank: int, state_bytes: int, pieces: int, ranks: Ranks) -> None:
+        self._told[rank] = (state_bytes, pieces)
         self._asked.add(rank)
         self._not_before = 0.0
         self.work(ranks)
@@ -64,7 +64,7 @@ class Room:
     @property
     def _state_bytes(self) -> int:
         """Of a checkpoint, as far as that is known before one is written: what ranks have in common is stored once."""
-        return max(self._told.values())
+        return max(state - pieces for state, pieces in self._told.values()) + sum(pieces for _, pieces in self._told.values())
 
     @property
     def _saves(self) -> int:

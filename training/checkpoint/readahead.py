@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from perdure.training.checkpoint.ordered import INLINE
 from perdure.training.checkpoint.pack import BLOB_BYTES
+from perdure.training.checkpoint.pieces import is_piece
 from perdure.training.checkpoint.reader import CheckpointReader
 from perdure.training.checkpoint.room import Rooms
 
@@ -24,7 +25,7 @@ class ReadAhead:
     """`read` as that of the reader, which it does not close. Each leaf is best asked for once."""
 
     def __init__(self, reader: CheckpointReader, threads: int, rank: int = 0) -> None:
-        self._reader = reader
+        self._reader, self._rank = reader, rank
         self._leaves = sorted(reader.state(rank).values(), key=lambda leaf: leaf[0])
         """Each with the rank in whose pack it is, pack by pack in the order of the index."""
         self._places = {entry.path: place for place, (_, entry) in enumerate(self._leaves)}
@@ -64,9 +65,10 @@ class ReadAhead:
         self._next[pack] = at
 
     def _is_worth_it(self, place: int) -> bool:
-        """Small leaves are read on the spot: handing them to a thread costs more."""
-        _, entry = self._leaves[place]
-        return entry.kind == "tensor" and entry.nbytes > INLINE and place not in self._given
+        """Small leaves are read on the spot: handing them to a thread costs more. Others' pieces are hardly asked for."""
+        pack, entry = self._leaves[place]
+        ours = pack == self._rank or not is_piece(entry.path)
+        return ours and entry.kind == "tensor" and entry.nbytes > INLINE and place not in self._given
 
     def _start(self, place: int) -> None:
         if place in self._coming:

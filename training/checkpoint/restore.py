@@ -3,14 +3,16 @@
 import contextlib
 import json
 import struct
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
 from perdure.training import files
 from perdure.training.checkpoint.ordered import in_order
 from perdure.training.checkpoint.pack import IndexEntry
+from perdure.training.checkpoint.pieces import Whole, alone, is_piece, whole_path, wholes
 from perdure.training.checkpoint.plain import unpack_plain
 from perdure.training.checkpoint.reader import CheckpointReader
 from perdure.training.errors import CheckpointNotFound, PerdureError
@@ -51,13 +53,14 @@ def restore_safetensors(
     threads: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Write all tensors of rank 0, or those whose dotted name matches the glob `only`; the number of tensor bytes written.
+    """Write all tensors, or those whose dotted name matches the glob `only`; the number of tensor bytes written. Where ranks
+    have their own (generators, say), those of rank 0.
 
     Plain leaves go into the metadata as JSON where JSON can hold them. Raises CheckpointNotFound when nothing matches."""
     leaves = sorted(reader.state().values(), key=lambda leaf: _place(reader, leaf))
-    tensors = _choose(leaves, only, reader.where)
+    tensors = _choose(_tensors(reader, leaves), only, reader.where)
     header = _header(tensors, _metadata(reader, leaves if only is None else []))
-    total, done = sum(entry.nbytes for _, entry in tensors.values()), 0
+    total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
     with files.NewFile(out_file) as new, contextlib.closing(_blobs(reader, tensors.values(), threads)) as blobs:
         new.write(header)
         for raw in blobs:
@@ -76,48 +79,65 @@ def _place(reader: CheckpointReader, leaf: Leaf) -> tuple[int, int]:
     return rank, source.blobs[0].offset if source.blobs else 0
 
 
-def _choose(leaves: Iterable[Leaf], only: str | None, where: str) -> dict[str, Leaf]:
-    """Tensors by dotted name."""
-    chosen: dict[str, Leaf] = {}
+def _tensors(reader: CheckpointReader, leaves: Iterable[Leaf]) -> Iterator[Whole]:
+    cut = wholes(reader)
     for rank, entry in leaves:
-        path, name = entry.path, tensor_name(entry.path)
-        if entry.kind != "tensor" or (only is not None and not (fnmatchcase(name, only) or fnmatchcase(path, only))):
+        if whole := cut.pop(whole_path(entry.path), None):  # at its first piece
+            yield whole
+        elif entry.kind == "tensor" and not is_piece(entry.path):
+            yield alone(rank, entry)
+
+
+def _choose(tensors: Iterable[Whole], only: str | None, where: str) -> dict[str, Whole]:
+    """Tensors by dotted name."""
+    chosen: dict[str, Whole] = {}
+    for tensor in tensors:
+        path, name = tensor.path, tensor_name(tensor.path)
+        if only is not None and not (fnmatchcase(name, only) or fnmatchcase(path, only)):
             continue
-        if entry.dtype not in _DTYPES:
+        if tensor.dtype not in _DTYPES:
             raise PerdureError(
-                f"{path} is of type {entry.dtype}, which safetensors cannot hold",
+                f"{path} is of type {tensor.dtype}, which safetensors cannot hold",
                 "restore to OUT.pt, or leave it out with --only",
             )
         if name in chosen or name == "__metadata__":
-            other = chosen[name][1].path if name in chosen else "the file's own metadata"
+            other = chosen[name].path if name in chosen else "the file's own metadata"
             raise PerdureError(f"{path} and {other} have the same dotted name {name}", "restore to OUT.pt")
-        chosen[name] = rank, entry
+        chosen[name] = tensor
     if not chosen:
         raise CheckpointNotFound(f"{where} has no tensor that matches {only!r}", "names look like model.0.weight")
     return chosen
 
 
-def _header(tensors: dict[str, Leaf], metadata: dict[str, str]) -> bytes:
+def _header(tensors: dict[str, Whole], metadata: dict[str, str]) -> bytes:
     header, offset = {"__metadata__": metadata}, 0
     told: dict[str, object] = {}
-    for name, (_, entry) in tensors.items():
-        offsets = [offset, offset + entry.nbytes]
-        told[name] = {"dtype": _DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
-        offset += entry.nbytes
+    for name, tensor in tensors.items():
+        offsets = [offset, offset + tensor.nbytes]
+        told[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        offset += tensor.nbytes
     text = json.dumps({**header, **told}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
-def _blobs(reader: CheckpointReader, leaves: Collection[Leaf], threads: int) -> Generator[memoryview, None, None]:
-    reader.expect(leaves)
-    jobs = ((rank, entry, number) for rank, entry in leaves for number in range(len(entry.blobs)))
-    work = in_order(
-        lambda job: reader.blob(job[1], job[2], job[0]), jobs, threads=threads, nbytes=lambda job: job[1].blobs[job[2]].raw
-    )
+def _blobs(reader: CheckpointReader, tensors: Collection[Whole], threads: int) -> Generator[memoryview, None, None]:
+    reader.expect((piece.rank, piece.entry) for tensor in tensors for piece in tensor.pieces)
+    jobs = (job for tensor in tensors for job in _jobs(reader, tensor))
+    work = in_order(lambda job: job[1](), jobs, threads=threads, nbytes=lambda job: job[0])
     with contextlib.closing(work):
         for _, raw in work:
             yield raw
+
+
+def _jobs(reader: CheckpointReader, tensor: Whole) -> Iterator[tuple[int, Callable[[], memoryview]]]:
+    """Bytes and work of what is to be written, part by part; all at once of a tensor whose pieces do not follow each other."""
+    if not tensor.is_stack:
+        yield tensor.nbytes, partial(tensor.read, reader)
+        return
+    for rank, entry, _ in tensor.pieces:
+        for number in range(len(entry.blobs)):
+            yield entry.blobs[number].raw, partial(reader.blob, entry, number, rank)
 
 
 def _metadata(reader: CheckpointReader, leaves: Iterable[Leaf]) -> dict[str, str]:

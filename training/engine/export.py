@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from perdure.training import files
+from perdure.training.checkpoint.pieces import wholes
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.engine.leaves import Decoder, LoadedLeaf, Read
 from perdure.training.engine.restore import read_plain
@@ -25,11 +26,13 @@ from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, Perdu
 
 
 def reading(reader: CheckpointReader) -> Read:
-    """Leaves of rank 0; digests are checked by the reader."""
+    """Leaves of rank 0, and what ranks have pieces of; digests are checked by the reader."""
+    leaves, whole = reader.state(), wholes(reader)
 
     def read(path: str) -> LoadedLeaf:
-        owner = reader.find(path)
-        entry = reader.rank_entries(owner)[path]
+        if path in whole:
+            return LoadedLeaf("tensor", whole[path].dtype, whole[path].shape, whole[path].read(reader))
+        owner, entry = leaves[path]
         return LoadedLeaf(entry.kind, entry.dtype, tuple(entry.shape), reader.read(path, owner))
 
     return read

@@ -12,7 +12,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from perdure.training.checkpoint.pack import BLOB_BYTES
+from perdure.training.checkpoint.pieces import is_piece
 from perdure.training.engine.compare import listed
+from perdure.training.engine.shards import local
 from perdure.training.engine.state import Tracked, collect, kind_of, parameter_names
 from perdure.training.errors import CheckpointDamaged, ConfigError, NonFinite
 
@@ -30,8 +32,8 @@ def check_after_load(tracked: Tracked, step: int, digests: Mapping[str, bytes | 
         if leaf.kind != "tensor" or owner not in strict or not isinstance(leaf.value, torch.Tensor):
             continue
         stored = digests.get(leaf.path)
-        if stored is None and replan:
-            continue
+        if stored is None and (replan or is_piece(leaf.path)):
+            continue  # a piece that was cut otherwise
         found = tensor_digest(leaf.value)
         if stored is None or found != (bytes.fromhex(stored) if isinstance(stored, str) else bytes(stored)):
             raise CheckpointDamaged(
@@ -55,11 +57,11 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
 def check_finite(tracked: Tracked, step: int) -> None:
     """Raises NonFinite naming the parameters that hold NaN or infinity. One read of the weights, no copy of them."""
     named = [
-        (f"{name}.{parameter_name}", parameter.detach())
+        (f"{name}.{parameter_name}", local(parameter).detach())
         for name, obj in tracked.items()
         if isinstance(obj, torch.nn.Module)
         for parameter_name, parameter in obj.named_parameters()
-        if parameter.requires_grad and parameter.is_floating_point() and parameter.numel()
+        if parameter.requires_grad and parameter.is_floating_point() and local(parameter).numel()
     ]
     if not named:
         return
@@ -147,7 +149,7 @@ class StepWatch:
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-    return any(gradient is not None and bool(gradient.count_nonzero()) for gradient in gradients)
+    return any(gradient is not None and bool(local(gradient).count_nonzero()) for gradient in gradients)
 
 
 def check_registered(tracked: Tracked) -> None:
@@ -203,7 +205,7 @@ def _unsaved_parameters(tracked: Tracked) -> Iterator[str]:
     for name, obj in optimizers:
         for number, group in enumerate(obj.param_groups):
             for index, parameter in enumerate(group["params"]):
-                if id(parameter) not in names and parameter.numel() and parameter.data_ptr() not in saved:
+                if id(parameter) not in names and parameter.numel() and local(parameter).data_ptr() not in saved:
                     yield f"parameter {index} of group {number} of optimizer {name!r} belongs to nothing that is tracked"
 
 

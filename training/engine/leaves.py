@@ -2,18 +2,24 @@
 
 Containers and scalars stay in the plain value; a tensor or array is replaced by a reference to a leaf of its own."""
 
+import contextlib
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
+from perdure.training.checkpoint.pieces import piece_path
 from perdure.training.checkpoint.plain import pack_plain
 from perdure.training.checkpoint.room import ALIGNMENT
+from perdure.training.engine.shards import is_sharded, local, place_of, with_layout
 from perdure.training.errors import CheckpointDamaged, PerdureError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes, complex})
 _MARKERS = {
@@ -75,7 +81,7 @@ class LoadedLeaf:
 
 
 Read = Callable[[str], LoadedLeaf]
-"""Gives the leaf at a path; raises KeyError where the checkpoint has none."""
+"""Gives the leaf at a path, or the tensor that leaves are pieces of; raises KeyError where the checkpoint has none."""
 
 
 def escape(key: str) -> str:
@@ -102,8 +108,8 @@ class Encoder:
         self._used: set[str] = set()
 
     def tensor(self, value: torch.Tensor, path: str) -> tuple[str, str]:
-        """Add a leaf; what comes back stands for it in the plain value."""
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta or hasattr(value, "_local_tensor"):
+        """Add a leaf; what comes back stands for it in the plain value. Of a DTensor this rank's piece is the leaf."""
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             what = f"{type(value).__name__} ({value.layout}, on {value.device})"
             raise PerdureError(
                 f"{self.root}/{path} is a {what}: only dense tensors with data can be saved",
@@ -114,8 +120,18 @@ class Encoder:
             number += 1
             unique = f"{path}%{number}"
         self._used.add(unique)
-        self.leaves.append(Leaf(f"{self.root}/{unique}", "tensor", value, _DTYPE_NAMES[value.dtype], tuple(value.shape)))
+        self._add(value, f"{self.root}/{unique}")
         return ("tensor-ref", unique)
+
+    def _add(self, value: torch.Tensor, path: str) -> None:
+        mine = local(value)
+        if is_sharded(value):
+            place = place_of(value, path)
+            if place.shape != value.shape:
+                if not mine.numel():
+                    return  # other ranks have all of it
+                path = piece_path(path, place.offsets)
+        self.leaves.append(Leaf(path, "tensor", mine, _DTYPE_NAMES[mine.dtype], tuple(mine.shape)))
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Any:  # Any: user state in, plain values out
         """`value` with tensors replaced by references, ready for `pack_plain`."""
@@ -178,9 +194,31 @@ class Decoder:
     def __init__(self, root: str, read: Read) -> None:
         self.root = root
         self._read = read
+        self._like: DTensor | None = None
+
+    def decode_as(self, value: Any, like: Any) -> Any:  # Any: plain values in, user state out; a live value
+        """As `decode`; where `like` is a DTensor, tensors of its shape become such, of which only this rank's piece is read."""
+        self._like = like if is_sharded(like) else None
+        try:
+            return self.decode(value)
+        finally:
+            self._like = None
 
     def tensor(self, relative: str) -> torch.Tensor:
-        path = f"{self.root}/{relative}"
+        if self._like is not None:
+            return self._sharded(f"{self.root}/{relative}", self._like)
+        return self._whole(f"{self.root}/{relative}")
+
+    def _sharded(self, path: str, like: "DTensor") -> torch.Tensor:
+        place = place_of(like, path)
+        with contextlib.suppress(KeyError):
+            piece = self._read(piece_path(path, place.offsets)).tensor(path)
+            if piece.shape == place.shape:
+                return with_layout(piece, like)
+        whole = self._whole(path)  # it was cut elsewhere, or not at all
+        return with_layout(whole[place.slices].clone(), like) if whole.shape == like.shape else whole
+
+    def _whole(self, path: str) -> torch.Tensor:
         try:
             leaf = self._read(path)
         except KeyError:

@@ -122,10 +122,11 @@ class Link:
             self.poll(_WAIT_SECS)
         self._go_on()
 
-    def wait_for_room(self, state_bytes: int) -> None:
-        """Say how large the state is; return when its checkpoints have room on the disk, or a stop is asked for."""
+    def wait_for_room(self, state_bytes: int, pieces: int) -> None:
+        """Say how large the state is, and how much of it are pieces that no other rank has; return when its checkpoints have
+        room on the disk, or a stop is asked for."""
         self._has_room = False
-        self.say(state_bytes=state_bytes)
+        self.say(state_bytes=state_bytes, pieces=pieces)
         while not self._has_room and not self._stops:
             self.poll(_WAIT_SECS)
         self._last_step = 0.0

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from perdure.training.engine.device import Copies
+from perdure.training.engine.shards import local
 from perdure.training.engine.stage import Staging
 from perdure.training.engine.state import Tracked
 from perdure.training.errors import TrainingFailed
@@ -69,7 +70,7 @@ class Overlap:
 
     def _own(self) -> set[tuple[int, int]]:
         """Where the tensors lie that only optimizer.step() changes."""
-        return {(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors() if tensor.layout is torch.strided}
+        return {(tensor.data_ptr(), tensor.nbytes) for tensor in map(local, self._tensors()) if tensor.layout is torch.strided}
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for optimizer in self._optimizers:

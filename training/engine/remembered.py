@@ -11,6 +11,7 @@ import torch
 
 from perdure.training.checkpoint.plain import prepack
 from perdure.training.engine.leaves import Leaf
+from perdure.training.engine.shards import is_sharded
 
 _OVERRIDES = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
@@ -48,13 +49,15 @@ class ModuleMemory:
 
     @staticmethod
     def is_plain(module: torch.nn.Module) -> bool:
-        """Nobody's code takes part in its `state_dict()`."""
+        """Nobody's code takes part in its `state_dict()`, and no tensor is laid out over ranks."""
         base = torch.nn.Module
         for inner in _walk(module):
             own = vars(inner)
             if inner._state_dict_hooks or inner._state_dict_pre_hooks:
                 return False
             if any(getattr(type(inner), name) is not getattr(base, name) or name in own for name in _OVERRIDES):
+                return False
+            if any(map(is_sharded, chain(inner._parameters.values(), inner._buffers.values()))):
                 return False
         return True
 

@@ -82,7 +82,7 @@ def _load(obj: Any, decoder: Decoder, plain: dict[str, Any], names: dict[int, st
 def load_module(module: torch.nn.Module, decoder: Decoder, plain: dict[str, Any]) -> None:
     """Copy parameters and buffers in place; names, shapes and dtypes were compared before."""
     fresh: Any = module.state_dict()  # Any: torch hangs _metadata on it
-    state = type(fresh)((key, decoder.decode(plain["state"][key])) for key in fresh)
+    state = type(fresh)((key, decoder.decode_as(plain["state"][key], fresh[key])) for key in fresh)
     if hasattr(fresh, "_metadata"):
         versions = plain["versions"]
         state._metadata = {prefix: {"version": versions.get(prefix, 1)} for prefix in fresh._metadata}
@@ -95,7 +95,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, decoder: Decoder, plain: di
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_name = dict(zip(ordered, parameters, strict=True))
     state = {
-        key: _as_laid_out(decoder.decode(value), by_name.get(key)) for key, value in plain["state"].items()
+        key: _as_laid_out(decoder.decode_as(value, by_name.get(key)), by_name.get(key)) for key, value in plain["state"].items()
     }  # fmt: skip
     index = {name: number for number, name in enumerate(ordered)}
     groups, first = [], 0

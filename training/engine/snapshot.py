@@ -11,18 +11,20 @@ import msgspec
 import torch
 
 from perdure.training.checkpoint.pack import IndexEntry
+from perdure.training.checkpoint.pieces import is_piece, wholes
 from perdure.training.checkpoint.plain import unpack_plain
 from perdure.training.checkpoint.readahead import ReadAhead
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.config import changed_settings
 from perdure.training.engine import audit, environment, invariants
-from perdure.training.engine.leaves import Leaf, LoadedLeaf, plain_leaf
+from perdure.training.engine.leaves import Leaf, LoadedLeaf, Read, plain_leaf
 from perdure.training.engine.link import Link
 from perdure.training.engine.metrics import Metrics
 from perdure.training.engine.overlap import Overlap
 from perdure.training.engine.remembered import Memory
 from perdure.training.engine.restore import restore
 from perdure.training.engine.rng import Generators, load_rng, rng_leaves
+from perdure.training.engine.shards import meshes
 from perdure.training.engine.stage import Stager
 from perdure.training.engine.state import Tracked, collect, note_built
 from perdure.training.errors import ConfigError, NonFinite
@@ -53,6 +55,7 @@ class Snapshots:
         self._exact_reasons: list[str] = []
         self._environment: dict[str, Any] = {}  # Any: plain JSON values
         self._code: dict[str, Any] = {}
+        self._world: dict[str, Any] = {}
         self.last_step = 0
         """Newest step of which a checkpoint exists or is on its way."""
 
@@ -75,6 +78,9 @@ class Snapshots:
         self._watch = invariants.StepWatch(tracked)
         if self._link.welcome["lazy"]:
             self._overlap = Overlap(tracked)
+        self._world = {"size": int(self._link.welcome["world"])}
+        if found := meshes(tracked):
+            self._world["meshes"] = found
         self.last_step = step
         return step
 
@@ -85,7 +91,7 @@ class Snapshots:
             self._check_world(reader)
             self._note_exactness(reader)
             leaves = {path: entry for path, (_, entry) in reader.state(rank).items()}
-            read = _reading(leaves, ahead)
+            read = _reading(reader, leaves, ahead)
             replan = bool(self._link.welcome["replan"])
             self._exact_reasons += restore(self._tracked, read, replan=replan)
             own = unpack_plain(read(SESSION).data)
@@ -126,7 +132,9 @@ class Snapshots:
         self._watch.finished_step(step)
         if self._size != (size := _size(self._tracked)):
             self._size = size
-            self._link.wait_for_room(self._stager.prepare(self._leaves(step)))
+            leaves = self._leaves(step)
+            pieces = sum(leaf.value.nbytes for leaf in leaves if is_piece(leaf.path) and isinstance(leaf.value, torch.Tensor))
+            self._link.wait_for_room(self._stager.prepare(leaves), pieces)
 
     def cut(self, step: int, milestone: str = "") -> None:
         """Stage a snapshot of this very moment and hand it to the agent, to be written. The step waits for one memory copy."""
@@ -178,7 +186,7 @@ class Snapshots:
     def _about(self, step: int, milestone: str) -> About:
         return About(
             step=step,
-            world={"size": int(self._link.welcome["world"])},
+            world=self._world,
             data={**invariants.data_position(self._tracked), "tokens": self._metrics.tokens},
             environment=self._environment,
             code=self._code,
@@ -207,8 +215,12 @@ def _size(tracked: Tracked) -> tuple[int, ...]:
     return tuple(len(obj.state) for obj in tracked.values() if isinstance(obj, torch.optim.Optimizer)) or (1,)
 
 
-def _reading(leaves: Mapping[str, IndexEntry], ahead: ReadAhead) -> Any:  # Any: engine.leaves.Read, a function of one path
+def _reading(reader: CheckpointReader, leaves: Mapping[str, IndexEntry], ahead: ReadAhead) -> Read:
+    whole = wholes(reader)
+
     def read(path: str) -> LoadedLeaf:
+        if path in whole:
+            return LoadedLeaf("tensor", whole[path].dtype, whole[path].shape, whole[path].read(reader))
         entry = leaves[path]
         return LoadedLeaf(entry.kind, entry.dtype, tuple(entry.shape), ahead.read(path))
 

@@ -14,6 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from perdure.training.engine.leaves import Encoder, Leaf, dtype_name, escape, plain_leaf
 from perdure.training.engine.remembered import Memory
 from perdure.training.engine.rng import preserving
+from perdure.training.engine.shards import check_state, gather_in
 from perdure.training.errors import PerdureError
 
 INVENTORY = "perdure.tracked"
@@ -31,6 +32,8 @@ def check_trackable(name: str, obj: Any) -> None:  # Any: what a user hands over
         raise PerdureError(
             f"session.track: {name!r} cannot be a name: it must not be empty, start with 'perdure.' or hold '/' or '%'"
         )
+    if type(obj).__name__ == "FullyShardedDataParallel":
+        raise PerdureError(f"session.track: {name!r} is wrapped in FSDP's first version", "shard it with fully_shard")
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(obj, method, None)):
             raise PerdureError(
@@ -114,6 +117,7 @@ def loader_generators(obj: Any) -> list[torch.Generator]:  # Any: a tracked obje
 def parameter_names(tracked: Tracked) -> dict[int, str]:
     """id(parameter) -> "<tracked name>.<parameter name>", the first name found."""
     names: dict[int, str] = {}
+    gather_in(tracked)
     for name, obj in tracked.items():
         if isinstance(obj, torch.nn.Module):
             for parameter_name, parameter in obj.named_parameters():
@@ -177,6 +181,8 @@ def _optimizer(
                 "options": encoder.encode(group_options(group), f"%groups/{number}"),
             }
         )
+    for parameter, values in optimizer.state.items():
+        check_state(name, parameter, values)
     first = len(encoder.leaves)
     state = {
         by_index[key] if type(key) is int else key: encoder.encode(

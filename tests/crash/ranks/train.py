@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,6 +34,8 @@ class Items(Dataset[tuple[int, torch.Tensor]]):
 def train(session: Session) -> None:
     trial = {name[5:]: value for name, value in os.environ.items() if name.startswith("TINY_")}
     dist.init_process_group("gloo")
+    if "child" in trial and session.rank == 1:  # a helper of the user's own that nobody waits for
+        Path(trial["child"]).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 65), nn.ReLU(), nn.Dropout(0.1), nn.Linear(65, 4))
     torch.manual_seed(100 + session.rank)  # dropout of each rank's own

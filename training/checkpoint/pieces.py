@@ -1,0 +1,108 @@
+"""A tensor that ranks have cut among themselves: its pieces are leaves of their own, `PATH%at/33,0` for the one that begins
+there. A path is a piece's by its name alone; pieces of one tensor tile it, or it is damaged."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from perdure.training.checkpoint.codec import ITEM_SIZES
+from perdure.training.checkpoint.pack import IndexEntry
+from perdure.training.checkpoint.reader import CheckpointReader
+from perdure.training.errors import CheckpointDamaged
+
+_MARK = "%at/"
+"""No other path has it: a `%` of a user's key is written `%25`."""
+
+
+def piece_path(path: str, offsets: Sequence[int]) -> str:
+    """Of the piece of `path` that begins at these offsets."""
+    return f"{path}{_MARK}{','.join(map(str, offsets))}"
+
+
+def is_piece(path: str) -> bool:
+    return _MARK in path
+
+
+def whole_path(path: str) -> str:
+    """Of the tensor that a piece is of."""
+    return path.partition(_MARK)[0]
+
+
+class Piece(NamedTuple):
+    rank: int
+    """In whose pack it is."""
+    entry: IndexEntry
+    offsets: tuple[int, ...]
+
+
+class Whole(NamedTuple):
+    """A tensor and its pieces, by their place in it."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is cut along its first dimension alone: then its bytes are those of the pieces one after the other."""
+        return all(piece.entry.shape[1:] == self.shape[1:] for piece in self.pieces)
+
+    def read(self, reader: CheckpointReader) -> memoryview:
+        """All bytes, in C order. Raises CheckpointDamaged naming the piece that is."""
+        out = np.empty((*self.shape, ITEM_SIZES[self.dtype]), np.uint8)
+        for rank, entry, offsets in self.pieces:
+            place = tuple(slice(start, start + size) for start, size in zip(offsets, entry.shape, strict=True))
+            out[place] = np.frombuffer(reader.read(entry.path, rank), np.uint8).reshape(*entry.shape, -1)
+        return out.reshape(-1).data
+
+
+def alone(rank: int, entry: IndexEntry) -> Whole:
+    """A tensor that is not cut."""
+    return Whole(entry.path, entry.dtype, entry.shape, (Piece(rank, entry, (0,) * len(entry.shape)),))
+
+
+def wholes(reader: CheckpointReader) -> dict[str, Whole]:
+    """Every tensor that is in pieces, by its path. Raises CheckpointDamaged where they do not tile it."""
+    found: dict[str, list[Piece]] = {}
+    for rank, entry in reader.state().values():
+        path, mark, place = entry.path.partition(_MARK)
+        if mark:
+            found.setdefault(path, []).append(Piece(rank, entry, _offsets(entry, place)))
+    return {path: _whole(path, pieces) for path, pieces in found.items()}
+
+
+def _offsets(entry: IndexEntry, place: str) -> tuple[int, ...]:
+    numbers = place.split(",") if place else []
+    if len(numbers) != len(entry.shape) or not all(number.isascii() and number.isdigit() for number in numbers):
+        raise CheckpointDamaged(f"{entry.path} is no name of a piece of {len(entry.shape)} dimensions", part=entry.path)
+    return tuple(map(int, numbers))
+
+
+def _whole(path: str, pieces: list[Piece]) -> Whole:
+    kinds = {(entry.kind, entry.dtype, len(entry.shape)) for _, entry, _ in pieces}
+    if len(kinds) != 1 or pieces[0].entry.kind != "tensor":
+        raise CheckpointDamaged(f"pieces of {path} are of several types or numbers of dimensions", part=path)
+    shape = _tiled([(offsets, entry.shape) for _, entry, offsets in pieces])
+    if shape is None:
+        raise CheckpointDamaged(f"pieces of {path} do not make up a tensor", part=path)
+    return Whole(path, pieces[0].entry.dtype, shape, tuple(sorted(pieces, key=lambda piece: piece.offsets)))
+
+
+def _tiled(pieces: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, ...] | None:
+    """Shape of what they tile as a grid: each dimension is cut at the same places everywhere. None where they do not."""
+    edges = []
+    for dimension in range(len(pieces[0][0])):
+        starts = sorted({offsets[dimension] for offsets, _ in pieces})
+        end = max(offsets[dimension] + shape[dimension] for offsets, shape in pieces)
+        edges.append(dict(zip(starts, [*starts[1:], end], strict=True)))
+    fits = all(edge[start] == start + size for one in pieces for edge, start, size in zip(edges, *one, strict=True))
+    begins = all(0 in edge for edge in edges)
+    whole = len({offsets for offsets, _ in pieces}) == len(pieces) == math.prod(map(len, edges))
+    return tuple(max(edge.values()) for edge in edges) if fits and begins and whole else None
