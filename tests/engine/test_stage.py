@@ -102,10 +102,14 @@ def test_state_that_grows_between_saves_is_whole_in_the_grown_slot(slots: Slots)
 
 def test_parameter_that_gets_other_storage_or_shape_is_seen(slots: Slots) -> None:
     model, optimizer = batch_norm_net()
-    tracked, memory = {"model": model, "optimizer": optimizer}, Memory()
+    other = Holder(torch.ones(3))
+    tracked, memory = {"model": model, "other": other, "optimizer": optimizer}, Memory()
     stager = Stager([SlotWriter(fd) for fd in slots])
     changes: list[Callable[[], Any]] = [
         lambda: None,
+        lambda: setattr(other, "value", torch.zeros(3)),
+        lambda: setattr(other, "value", torch.zeros(3, dtype=torch.int32)),
+        lambda: setattr(other, "value", torch.zeros(1, 3)),
         lambda: setattr(model[0].weight, "data", torch.ones(16, 8)),
         lambda: setattr(model[0].weight, "data", torch.ones(8, 16)),
         lambda: model.half(),

@@ -118,14 +118,13 @@ class OptimizerMemory:
         """Only torch's own `state_dict()` takes part, and the state is tensors."""
         hooked = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
         own = type(optimizer).state_dict is torch.optim.Optimizer.state_dict and "state_dict" not in vars(optimizer)
-        return own and not hooked and all(type(state) is dict and _all_tensors(state) for state in optimizer.state.values())
+        states = list(optimizer.state.values())
+        if not own or hooked or not set(map(type, states)) <= {dict}:
+            return False
+        return set(map(type, chain.from_iterable(state.values() for state in states))) <= {torch.Tensor}
 
     def is_current(self, optimizer: torch.optim.Optimizer, names: list[list[str]]) -> bool:
         return names == self._names and self.is_plain(optimizer) and self._looks.are(_look_at(optimizer))
-
-
-def _all_tensors(state: dict[Any, Any]) -> bool:  # Any: what an optimizer keeps
-    return all(type(value) is torch.Tensor for value in state.values())
 
 
 def _look_at(optimizer: torch.optim.Optimizer) -> Looks:
@@ -142,11 +141,13 @@ class Memory:
     def __init__(self) -> None:
         self._modules: dict[str, ModuleMemory] = {}
         self._optimizers: dict[str, OptimizerMemory] = {}
+        self._current: set[str] = set()
+        """Modules that `parameter_names` found as they were."""
 
     def module(self, name: str, module: torch.nn.Module) -> list[Leaf] | None:
-        """Its leaves, if nothing but values has changed."""
+        """Its leaves, if nothing but values had changed when `parameter_names` was asked."""
         known = self._modules.get(name)
-        return known.leaves if known is not None and known.is_current() and known.root is module else None
+        return known.leaves if known is not None and name in self._current and known.root is module else None
 
     def keep_module(self, name: str, module: torch.nn.Module, leaves: list[Leaf]) -> list[Leaf]:
         """Remember these, if that can be done; the leaves to use."""
@@ -171,12 +172,14 @@ class Memory:
             known.state, known.leaves = prepack(state, name), leaves
 
     def parameter_names(self, tracked: Mapping[str, Any], ask: Callable[[Any], dict[int, str]]) -> dict[int, str]:
-        """As `ask(tracked)` gives them, asked again only where a module has changed."""
+        """As `ask(tracked)` gives them, asked again only where a module has changed. Each collection begins with it."""
+        roots = {name: known for name, known in self._modules.items() if known.root is tracked.get(name)}
+        self._current = {name for name, known in roots.items() if known.is_current()}
         modules = {name: obj for name, obj in tracked.items() if isinstance(obj, torch.nn.Module)}
         names: dict[int, str] = {}
         for name, module in reversed(modules.items()):  # the first name found counts
             known = self._modules.get(name)
-            if known is None or known.root is not module or not known.is_current():
+            if known is None or name not in self._current:
                 names.update(ask({name: module}))
             else:
                 if known.names is None:

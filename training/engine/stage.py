@@ -4,6 +4,7 @@ What does not change from save to save (paths, offsets, views into the slots) is
 
 import math
 import mmap
+from bisect import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import is_
@@ -28,9 +29,11 @@ class _Layout:
     entries: tuple[Entry, ...]
     data_bytes: int
     fixed: bytes = field(init=False)
+    paths: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.fixed = encode_entries(self.entries)
+        self.paths = [entry.path for entry in self.entries]
 
 
 def _lay_out(leaves: Sequence[Leaf], start: int) -> tuple[tuple[Entry, ...], int]:
@@ -70,14 +73,16 @@ class Stager:
     def __init__(self, slots: Sequence[SlotWriter]) -> None:
         self._slots = slots
         self._layout: _Layout | None = None
-        self._leaves: list[Leaf] = []
-        """Those of the layout, when they were last looked at."""
+        self._seen: list[Leaf] = []
+        """All that were last looked at; the tensors among them, and where the others stand."""
+        self._values: list[torch.Tensor] = []
+        self._plain_at: list[int] = []
         self._views: dict[int, tuple[_Layout, mmap.mmap, int, list[torch.Tensor]]] = {}
 
     def prepare(self, leaves: Sequence[Leaf]) -> int:
         """Size and touch every slot ahead of a save; how many bytes the state has. Raises ConfigError without the memory."""
-        layout = self._lay_out_tensors([leaf for leaf in leaves if leaf.kind == "tensor"])
-        _, end = _lay_out([leaf for leaf in leaves if leaf.kind == "plain"], layout.data_bytes)
+        layout, plain = self._look_at(leaves)
+        _, end = _lay_out(plain, layout.data_bytes)
         self._reserve(range(len(self._slots)), slot_bytes(layout.fixed, end + _PLAIN_ROOM))
         for number, slot in enumerate(self._slots):
             self._targets(number, layout, slot.map, data_offset(layout.fixed))
@@ -91,8 +96,7 @@ class Stager:
 
     def begin(self, number: int, leaves: Sequence[Leaf], about: About, state_digest: str = "") -> Staging:
         """Mark slot `number` and write all but the tensors into it; the caller copies them, then finishes."""
-        tensors, plain = [leaf for leaf in leaves if leaf.kind == "tensor"], [leaf for leaf in leaves if leaf.kind == "plain"]
-        layout, slot = self._lay_out_tensors(tensors), self._slots[number]
+        (layout, plain), slot = self._look_at(leaves), self._slots[number]
         entries, end = _lay_out(plain, layout.data_bytes)
         self._reserve([number], slot_bytes(layout.fixed, end))  # before the mark: refused, the old snapshot stays whole
         header = Header(about=about, entries=entries, state_digest=state_digest)
@@ -100,8 +104,7 @@ class Stager:
         for leaf, entry in zip(plain, entries, strict=True):
             if isinstance(leaf.value, bytes):
                 space[base + entry.offset : base + entry.offset + entry.nbytes] = leaf.value
-        values = [leaf.value for leaf in tensors if isinstance(leaf.value, torch.Tensor)]
-        return Staging(slot, [path for path, _, _ in layout.key], values, self._targets(number, layout, space, base))
+        return Staging(slot, layout.paths, list(self._values), self._targets(number, layout, space, base))
 
     def _reserve(self, numbers: Collection[int], size: int) -> None:
         growing = [self._slots[number] for number in numbers if len(self._slots[number].map) < size]
@@ -112,26 +115,47 @@ class Stager:
             slot.reserve(size)
             device.pin(slot.map)
 
-    def _lay_out_tensors(self, tensors: list[Leaf]) -> _Layout:
-        if len(tensors) == len(self._leaves) and all(map(is_, tensors, self._leaves)) and self._layout is not None:
-            return self._layout
-        self._leaves = tensors
-        key = [(leaf.path, leaf.dtype, leaf.shape) for leaf in tensors]
-        if self._layout is None or self._layout.key != key:
-            self._layout = _Layout(key, *_lay_out(tensors, 0))
-        return self._layout
+    def _look_at(self, leaves: Sequence[Leaf]) -> tuple[_Layout, list[Leaf]]:
+        """The layout of the tensors among them, and those that are plain. The very leaves of last time are not looked into."""
+        if self._layout is None or not self._take_over(leaves):
+            tensors = [leaf for leaf in leaves if leaf.kind == "tensor"]
+            self._values = [leaf.value for leaf in tensors if isinstance(leaf.value, torch.Tensor)]
+            self._plain_at = [at for at, leaf in enumerate(leaves) if leaf.kind == "plain"]
+            key = [(leaf.path, leaf.dtype, leaf.shape) for leaf in tensors]
+            if self._layout is None or self._layout.key != key:
+                self._layout = _Layout(key, *_lay_out(tensors, 0))
+        self._seen = list(leaves)
+        return self._layout, [leaves[at] for at in self._plain_at]
+
+    def _take_over(self, leaves: Sequence[Leaf]) -> bool:
+        """Use these where nothing but values differs from last time; else False."""
+        if len(leaves) != len(self._seen):
+            return False
+        for at in [at for at, same in enumerate(map(is_, leaves, self._seen)) if not same]:
+            new, old = leaves[at], self._seen[at]
+            if isinstance(new.value, torch.Tensor) and (new.path, new.dtype, new.shape) == (old.path, old.dtype, old.shape):
+                self._values[at - bisect(self._plain_at, at)] = new.value
+            elif not new.kind == old.kind == "plain":
+                return False
+        return True
 
     def _targets(self, number: int, layout: _Layout, space: mmap.mmap, base: int) -> list[torch.Tensor]:
         known = self._views.get(number)
         if known is not None and known[0] is layout and known[1] is space and known[2] == base:
             return known[3]
-        views = [_view(space, base, entry) for entry in layout.entries]
+        views = _views(space, base, layout.entries)
         self._views[number] = (layout, space, base, views)
         return views
 
 
-def _view(space: mmap.mmap, base: int, entry: Entry) -> torch.Tensor:
-    dtype, count = getattr(torch, entry.dtype), math.prod(entry.shape)
-    if not count:
-        return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(space, dtype=dtype, count=count, offset=base + entry.offset).view(entry.shape)
+def _views(space: mmap.mmap, base: int, entries: Sequence[Entry]) -> list[torch.Tensor]:
+    """Where each tensor goes. All of a type have one storage, which copies find in the processor's cache."""
+    whole: dict[str, torch.Tensor] = {}
+    views = []
+    for entry in entries:
+        dtype, count = getattr(torch, entry.dtype), math.prod(entry.shape)
+        if entry.dtype not in whole:
+            whole[entry.dtype] = torch.frombuffer(space, dtype=dtype, count=(len(space) - base) // dtype.itemsize, offset=base)
+        first = entry.offset // dtype.itemsize
+        views.append(whole[entry.dtype][first : first + count].view(entry.shape))
+    return views

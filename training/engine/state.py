@@ -129,8 +129,9 @@ def group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> l
     """Names of an optimizer's parameters, group by group. One that no tracked module knows is named by its position."""
     result = []
     for number, group in enumerate(optimizer.param_groups):
-        own = group.get("param_names") or [f"#{number}.{index}" for index in range(len(group["params"]))]
-        result.append([names.get(id(parameter), name) for parameter, name in zip(group["params"], own, strict=True)])
+        found = [names.get(id(parameter)) for parameter in group["params"]]
+        own = group.get("param_names") or (f"#{number}.{index}" for index in range(len(found)))
+        result.append([name or ours for name, ours in zip(found, own, strict=True)])
     return result
 
 
