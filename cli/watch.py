@@ -23,6 +23,7 @@ _LINES = {
     "pushed": "pushed {name} to {url}",
     "rolled_up": "rolled up checkpoint {name} into a full",
     "pruned": "deleted checkpoint {name}: {reason}",
+    "copy_pruned": "deleted the copy of {name} in {place}: {reason}",
     "push_failed": "could not push step {step}: {error}",
     "failed": "FAILED at step {step} ({error_class}): {detail}; {next}",
     "stopped": "stopped at step {step}: {reason}",

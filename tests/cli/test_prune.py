@@ -113,3 +113,25 @@ def test_a_flag_that_cannot_be_deletes_nothing(made: Any, command: Command) -> N
         answer = command("prune", made.run.root, *flags)
         assert (answer.code, flags[0] in answer.err) == (2, True)
     assert len(names(made)) == 2
+
+
+def test_a_place_is_shown_pruned_and_said_by_its_own_retention(made: Any, command: Command) -> None:
+    proven(made, 20, 40)
+    assert command("push", made.run.root).code == 0
+    section = ("--set", "store.retention.keep_last=1")
+    assert "no limit is set" in command("prune", made.toml, "--tier", "store").out
+    shown = command("prune", made.toml, "--tier", "store", *section, "--dry-run").out
+    assert shown.splitlines()[1].split()[:2] == ["000000000020-0001", "remove"]
+    assert "would delete 1 checkpoints and 0 leftovers from file://" in shown
+    answer = command("prune", made.toml, "--tier", "store", *section, "--json").json
+    assert (answer["place"], answer["removed"], answer["keep_last"]) == ("store", ["000000000020-0001"], 1)
+    assert names(made) == ["000000000020-0001", "000000000040-0001"], "what is here is not touched"
+    listed = command("ls", made.run.root, "--json").json["checkpoints"]
+    assert [one["trust"] for one in listed] == ["verified", "replicated"]
+    assert "nothing to push" in command("push", made.run.root).out
+    assert "nothing to prune in file://" in command("prune", made.run.root, "--tier", "store", "--keep-last", "1").out
+    for arguments, said in ((["--tier", "store"], "--keep-last N"), (["--tier", "share"], "name its run.toml")):
+        answer = command("prune", made.run.root, *arguments)
+        assert (answer.code, said in answer.err) == (2, True)
+    answer = command("prune", made.toml, "--tier", "nowhere")
+    assert (answer.code, "it has: store" in answer.err) == (2, True)

@@ -17,10 +17,20 @@ from perdure.training.checkpoint.pins import pin
 from perdure.training.checkpoint.run_info import RunInfo
 from perdure.training.checkpoint.upkeep import upkeep
 from perdure.training.config import load_config
+from perdure.training.errors import StoreError
 from perdure.training.run_dir import RunDir
+from perdure.training.storage.folder import FolderStore
+from perdure.training.travel.contents import remote_checkpoints
+from perdure.training.travel.push import push
 
 CANARY = "xoxb-canary-0123456789-abcdefABCDEF"
 SETTINGS = ["store.url=", "retention.keep_last=1", "retention.keep_every=20"]
+TIERS = [
+    "tiers.share.url=share",
+    "tiers.share.retention.keep_last=2",
+    "tiers.away.url=away",
+    "tiers.away.retention.keep_last=1",
+]
 
 
 @pytest.fixture
@@ -75,6 +85,20 @@ def test_a_run_somebody_else_works_on_is_left_for_later(toml: Path) -> None:
         assert left(run_of(toml)) == [10, 20, 30, 40]
     assert not flow(toml)["busy"]
     assert left(run_of(toml)) == [10, 20, 40]
+
+
+def test_each_place_is_pruned_by_its_own_retention_and_one_that_is_away_stops_no_other(toml: Path) -> None:
+    run, share = run_of(toml), FolderStore(toml.parent / "share")
+    for step in (20, 30, 40):
+        push(run, share, name(step), place="share")
+    (toml.parent / "away").write_text("no folder")
+    planned = flow(toml, "tiers.share.url=share", "tiers.share.retention.keep_last=2", dry_run=True)["places"]
+    assert (planned["share"]["planned"], planned["share"]["removed"]) == ([str(name(20))], [])
+    with pytest.raises(StoreError, match="not pruned: away"):
+        flow(toml, *TIERS)
+    assert [one.step for one in remote_checkpoints(share)] == [30, 40]
+    assert left(run) == [10, 20, 40], "the run directory goes by its own"
+    assert any("share: 1 checkpoints deleted" in text for text in notices(toml))
 
 
 def test_a_run_that_has_not_started_is_nothing_to_do(tmp_path: Path, prefect_api: str) -> None:

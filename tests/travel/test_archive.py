@@ -9,10 +9,11 @@ from perdure.training import events, files
 from perdure.training.checkpoint import facts, lineage, pins
 from perdure.training.checkpoint.upkeep import try_lock
 from perdure.training.errors import ObjectNotFound, RunBusy, StoreConflict
+from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.folder import FolderStore
 from perdure.training.tier_settings import StoreSection, TierSection
-from perdure.training.travel import archive
+from perdure.training.travel import archive, prune, sweep
 from perdure.training.travel.archive import Done
 from perdure.training.travel.contents import contents
 from perdure.training.travel.places import Remote, Tier
@@ -166,3 +167,21 @@ def test_a_checkpoint_damaged_here_is_not_archived_and_comes_from_the_store_next
         share.store.get(RunDir.checkpoint_key(name(100), "manifest.json"), limit=10**6)
     facts.write_fact(made.dir, name(100), facts.Fact(copy="local", checked_at=1.0, result="damaged", damage=("rot",)))
     assert [step.source for step in fill(made, store, share).copied] == ["store"]
+
+
+def test_what_a_tiers_retention_let_go_is_not_copied_again_from_anywhere(made: MadeRun, tmp_path: Path) -> None:
+    store, share = the_store(tmp_path), tier(tmp_path, retention=RetentionSection(keep_last=2))
+    for step in (100, 200, 300):
+        made.commit(step, 1)
+        push(made.dir, store.store, name(step))
+    assert [step.name.step for step in archive.survey(made.dir, [store, share]).steps] == [200, 300]
+    fill(made, store, share)
+    made.commit(400, 1)
+    files.remove_tree(made.dir.checkpoint(name(200)))  # it is in the store and in the tier
+    assert [step.name.step for step in fill(made, store, share).copied] == [400]
+    done = sweep.execute(made.dir, share.store, "share", prune.survey(made.dir, share.store, "share", share.section.retention))
+    assert [one.name.step for one in done.removed] == [200]
+    assert archive.survey(made.dir, [store, share]).steps == ()
+    assert held(share) == [300, 400]
+    pins.pin(made.dir, "release", name(100))
+    assert [step.name.step for step in archive.survey(made.dir, [store, share]).steps] == [100]

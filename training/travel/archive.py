@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from perdure.training import events
-from perdure.training.checkpoint import catalog, facts, lineage, pins
+from perdure.training.checkpoint import catalog, facts, lineage, pins, retention
 from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.pins import Pins
 from perdure.training.checkpoint.run_info import read_run_info
@@ -77,7 +77,8 @@ def survey(run: RunDir, remotes: Sequence[Remote]) -> Survey:
     there, problems = _look(run, remotes)
     here = catalog.list_checkpoints(run)
     listed = {one.name: one for one in here if one.trust in facts.GOOD}
-    for one in _elsewhere(run, [remote for remote in remotes if remote.word in there], there, listed):
+    history = _history(run, there)
+    for one in _elsewhere(run, [remote for remote in remotes if remote.word in there], there, listed, history):
         listed.setdefault(one.name, one)
     tiers = [remote for remote in remotes if isinstance(remote, Tier) and remote.word in there]
     said = {tier.word: {one.name: facts.read_fact(run, one.name, tier.word) for one in here} for tier in tiers}
@@ -86,7 +87,7 @@ def survey(run: RunDir, remotes: Sequence[Remote]) -> Survey:
     for tier in tiers:
         rotten = {name for name, fact in said[tier.word].items() if fact is not None and fact.result == "damaged"}
         held = set(there[tier.word].checkpoints) - rotten
-        steps += plan(listed.values(), tier.word, tier.section, held, pinned)
+        steps += plan(listed.values(), tier.word, tier.section, held, pinned, _only_there(run, tier, held, listed, history))
     return Survey(
         steps=tuple(sorted(steps, key=lambda step: (step.name, step.tier))),
         known=tuple(
@@ -98,10 +99,19 @@ def survey(run: RunDir, remotes: Sequence[Remote]) -> Survey:
 
 
 def plan(
-    listed: Collection[Listed], word: str, section: TierSection, held: Collection[CheckpointName], pinned: Pins
+    listed: Collection[Listed],
+    word: str,
+    section: TierSection,
+    held: Collection[CheckpointName],
+    pinned: Pins,
+    only_there: Collection[Listed] = (),
 ) -> list[Step]:
-    """The copies that the tier `word`, which has `held`, still lacks."""
+    """The copies that the tier `word`, which has `held` (some of it nobody else), still lacks. What its retention would let go
+    once it is there, or has let go already, is not copied."""
     by_name = {one.name: one for one in listed}
+    chosen = selection(listed, section, pinned)
+    among = [*only_there, *(one for one in listed if one.name in chosen or one.name in held)]
+    stays = {one.name for one in retention.plan(among, section.retention, stored=False, pins=pinned).keep}
     return [
         Step(
             name=name,
@@ -110,9 +120,23 @@ def plan(
             reasons=reasons,
             source=facts.LOCAL if by_name[name].is_here else by_name[name].places[0],
         )
-        for name, reasons in selection(listed, section, pinned).items()
-        if name not in held and name in by_name and (manifest := by_name[name].manifest) is not None
+        for name, reasons in chosen.items()
+        if name in stays and name not in held and name in by_name and (manifest := by_name[name].manifest) is not None
     ]
+
+
+def _only_there(
+    run: RunDir,
+    tier: Tier,
+    held: Collection[CheckpointName],
+    listed: Collection[CheckpointName],
+    history: Collection[CheckpointName],
+) -> list[Listed]:
+    """What the tier has and is not listed yet, where it matters."""
+    if tier.section.retention.keeps_all:
+        return []
+    names = sorted(name for name in held if name not in listed)
+    return list_remote(tier.store, tier.word, names, history, read_run_info(run).id)
 
 
 def _look(run: RunDir, remotes: Sequence[Remote]) -> tuple[dict[str, Contents], dict[str, str]]:
@@ -132,17 +156,27 @@ def _look(run: RunDir, remotes: Sequence[Remote]) -> tuple[dict[str, Contents], 
     return there, problems
 
 
-def _elsewhere(
-    run: RunDir, remotes: Sequence[Remote], there: Mapping[str, Contents], here: Collection[CheckpointName]
-) -> Iterator[Listed]:
-    """What is good at another place only, and lacks in a tier. What has to be thawed first is not taken from there."""
+def _history(run: RunDir, there: Mapping[str, Contents]) -> set[CheckpointName]:
+    """What of all that is here or at a place belongs to the present history."""
     launches = lineage.read_launches(run)
     for found in there.values():
         launches = {**found.launches, **launches}
     every = {name for found in there.values() for name in found.checkpoints} | set(lineage.committed(run))
-    history = set(lineage.follow(launches, list(every)))
+    return set(lineage.follow(launches, list(every)))
+
+
+def _elsewhere(
+    run: RunDir,
+    remotes: Sequence[Remote],
+    there: Mapping[str, Contents],
+    here: Collection[CheckpointName],
+    history: Collection[CheckpointName],
+) -> Iterator[Listed]:
+    """What is good at another place only, and lacks in a tier. What has to be thawed first is not taken from there."""
     tiers = [set(there[remote.word].checkpoints) for remote in remotes if isinstance(remote, Tier)]
-    complete = set[CheckpointName].intersection(*tiers) if tiers else every
+    if not tiers:
+        return
+    complete = set[CheckpointName].intersection(*tiers)
     for remote in remotes:
         if remote.section.storage_class not in NEED_THAW:
             names = [name for name in there[remote.word].checkpoints if name not in here and name not in complete]
