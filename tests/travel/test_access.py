@@ -19,9 +19,11 @@ from tls_proxy import make_certificate
 
 from perdure.training.checkpoint import facts
 from perdure.training.errors import StoreError
+from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import RunDir
 from perdure.training.storage.s3 import S3Store
 from perdure.training.store_settings import StoreSettings
+from perdure.training.travel import prune, sweep
 from perdure.training.travel.pull import pull
 from perdure.training.travel.push import push
 
@@ -126,6 +128,11 @@ def test_trainer_with_the_documented_rights_pushes_but_cannot_delete(
         store.delete([item.key for item in store.list("")])
     assert "s3:DeleteObject" in caught.value.hint
     assert pull(opened("pull, restore"), elsewhere) == name
+    later, pruner = made.commit(200, 1), opened("prune, scrub")
+    push(made.dir, opened("train, push"), later)
+    sweep.recover(made.dir, pruner, "store")
+    found = prune.survey(made.dir, pruner, "store", RetentionSection(keep_last=1))
+    assert [one.name for one in sweep.execute(made.dir, pruner, "store", found).removed] == [name]
     with pytest.raises(StoreError, match=r"s3://ckpt/team/other/x.*AccessDenied"):
         opened("train, push", prefix="team/other").put("x", b"")
 

@@ -1,6 +1,7 @@
 """Prune of a place: which copies its own retention lets go, and what crashes left there. Only looked at here; sweep.py deletes.
 What a copy is worth is judged by its place alone: by the manifests there, whatever lies in the run directory."""
 
+import contextlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.pins import Pins, milestones, pins_by_hand
 from perdure.training.checkpoint.retention import Plan, plan
 from perdure.training.checkpoint.run_info import read_run_info
-from perdure.training.errors import StoreConflict
+from perdure.training.errors import StoreConflict, StoreError
 from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.parallel import in_order
@@ -73,14 +74,19 @@ def survey(run: RunDir, store: ObjectStore, place: str, settings: RetentionSecti
     pins = read_pins(run, listed)
     decided = plan(listed, settings, stored=False, pins=pins, history_known=tokens <= set(launches))
     manifests = {one.name: one.manifest for one in listed}
-    uploads = sum(one.age_secs >= ABANDONED_SECS for one in store.list_uploads(RunDir.CHECKPOINTS_KEY))
     return Survey(
         plan=decided,
         leftovers=tuple(_leftovers(folders, manifests, {one.name for one in decided.remove})),
         manifests=manifests,
         files={name: ours_among(folders.get(name, {})) for name in manifests},
-        uploads=uploads,
+        uploads=_abandoned(store),
     )
+
+
+def _abandoned(store: ObjectStore) -> int:
+    with contextlib.suppress(StoreError):  # a key that may not list them, or a server that cannot
+        return sum(one.age_secs >= ABANDONED_SECS for one in store.list_uploads(RunDir.CHECKPOINTS_KEY))
+    return 0
 
 
 def read_pins(run: RunDir, listed: Iterable[Listed]) -> Pins:
