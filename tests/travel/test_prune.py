@@ -332,6 +332,23 @@ def test_a_prune_at_any_moment_of_a_push_leaves_whole_what_counts(scene: Scene) 
     assert outcomes == {True, False}
 
 
+def test_a_manifest_that_a_slow_push_puts_while_its_files_go_does_not_stay(scene: Scene) -> None:
+    """That push had looked before the prune began; it looks again and sends the files anew."""
+    key = RunDir.checkpoint_key(FIRST, MANIFEST)
+    text = scene.store.get(key, limit=10**6)
+    number, torn = 0, []
+    while True:
+        number += 1
+        scene.reset()
+        store = At(scene.store.root, number, lambda: scene.store.put(key, text, if_absent=True))
+        prune_there(scene.made.dir, store)
+        if not store.answers:
+            break
+        torn += [number] if FIRST in remote_checkpoints(scene.store) else []
+    assert len(torn) < 6, "only where it comes after the last look at manifests"
+    assert torn[-1] == number - 1
+
+
 def test_a_pull_at_whose_any_moment_everything_older_is_pruned_brings_the_newest(scene: Scene, tmp_path: Path) -> None:
     latest = scene.made.commit(300, 1)
     scene.place = tmp_path / "again"
