@@ -28,8 +28,8 @@ SETTINGS = ["store.url=", "retention.keep_last=1", "retention.keep_every=20"]
 TIERS = [
     "tiers.share.url=share",
     "tiers.share.retention.keep_last=2",
-    "tiers.away.url=away",
-    "tiers.away.retention.keep_last=1",
+    "tiers.other.url=other",
+    "tiers.other.retention.keep_last=1",
 ]
 
 
@@ -87,14 +87,14 @@ def test_a_run_somebody_else_works_on_is_left_for_later(toml: Path) -> None:
     assert left(run_of(toml)) == [10, 20, 40]
 
 
-def test_each_place_is_pruned_by_its_own_retention_and_one_that_is_away_stops_no_other(toml: Path) -> None:
+def test_each_place_is_pruned_by_its_own_retention_and_one_of_another_run_stops_no_other(toml: Path) -> None:
     run, share = run_of(toml), FolderStore(toml.parent / "share")
     for step in (20, 30, 40):
         push(run, share, name(step), place="share")
-    (toml.parent / "away").write_text("no folder")
+    FolderStore(toml.parent / "other").put(RunDir.RUN_KEY, run.run_json.read_bytes().replace(RUN_ID.encode(), b"another"))
     planned = flow(toml, "tiers.share.url=share", "tiers.share.retention.keep_last=2", dry_run=True)["places"]
     assert (planned["share"]["planned"], planned["share"]["removed"]) == ([str(name(20))], [])
-    with pytest.raises(StoreError, match="not pruned: away"):
+    with pytest.raises(StoreError, match="not pruned: other"):
         flow(toml, *TIERS)
     assert [one.step for one in remote_checkpoints(share)] == [30, 40]
     assert left(run) == [10, 20, 40], "the run directory goes by its own"
