@@ -1,4 +1,4 @@
-"""`perdure scrub`: read a share of everything stored again, longest-unchecked first; repair rot from the other copy."""
+"""`perdure scrub`: read a share of everything stored again, longest-unchecked first; repair rot from another copy."""
 
 import argparse
 import time

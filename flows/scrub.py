@@ -1,4 +1,4 @@
-"""The scrub flow, by default nightly: within a week everything stored is read again, and rot repaired from the other copy."""
+"""The scrub flow, by default nightly: within a week everything stored is read again, and rot repaired from another copy."""
 
 from typing import Any
 

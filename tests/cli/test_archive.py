@@ -68,7 +68,7 @@ def test_a_frozen_checkpoint_is_asked_for_shown_waited_for_and_read(
     made: Any, command: Command, s3_keys: S3Server, tmp_path: Path
 ) -> None:
     assert command("verify", made.run.root, "--step", "40").code == 0
-    name, glacier = "000000000040-0001", Glacier(looks=2)
+    name, glacier = "000000000040-0001", Glacier(looks=1)
     with proxy_to(s3_keys.endpoint, glacier) as proxy:
         url = {
             "url": f"s3://{BUCKET}/{made.id}",

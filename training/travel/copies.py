@@ -1,4 +1,4 @@
-"""The two copies of a checkpoint, here and in the store, looked at file by file: what of each is not what its manifest says.
+"""The copies of a checkpoint, here and at other places, looked at file by file: what of each is not what its manifest says.
 
 Stored bytes are compared with their digests, nothing is decoded; a file of one copy can be proven by the other's index."""
 
@@ -22,7 +22,7 @@ Count = Callable[[int], None]
 
 
 class Place(Protocol):
-    """Where copies are: `local` or `store`."""
+    """Where copies are: `local`, `store`, or the name of a tier."""
 
     @property
     def word(self) -> str: ...

@@ -160,6 +160,8 @@ class _Scrub:
         for place, stored in self.others(copy.name, LOCAL, away):
             try:
                 why = heal.mend_local(self.run, place, copy.name, local, stored)
+            except NeedsThaw as error:  # of its base
+                why = str(error)
             except StoreError as error:
                 away[place.word] = str(error)
                 continue
