@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from perdure.training.checkpoint.reader import CheckpointReader
     from perdure.training.travel.copies import Stored
 
+_Answer = dict[str, Any]  # Any: JSON values
 TORCH = (".pt", ".pth")
 _THREADS = 4
 """At most: of each, some blobs of 8 MiB are in memory."""
 
 
 @dataclass(frozen=True)
-class _Found:
-    """The checkpoint, here (`folder`) or at a `place`, and how to open it; the list takes the numbers of bytes it fetches."""
+class _Copy:
+    """One copy of the checkpoint, here (`folder`) or at a `place`. `open` takes a list for the numbers of bytes it fetches."""
 
     name: CheckpointName
     where: str
@@ -56,15 +57,16 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("OUT is empty", "name a file: name.safetensors or name.pt")
     out = Path(args.out).absolute()
     _check_out(out, args.force)
-    found = _found(args)
-    answer: dict[str, Any] = {"out": str(out), "name": str(found.name), "step": found.name.step}  # Any: JSON values
-    answer |= {"source": found.where, "fetched_bytes": 0}
+    copies = _copies(args)
+    found, answer = copies[0], _Answer(fetched_bytes=0)
     if args.dry_run:
         answer |= {"dry_run": True, "bytes": 0}
     elif out.suffix in TORCH:
         answer |= _export(found, out, args.only)
     else:
-        answer |= _read(args, found, lambda: _safetensors(found, out, args.only, quiet=args.json))
+        found, written = _written(args, copies, out)
+        answer |= written
+    answer |= {"out": str(out), "name": str(found.name), "step": found.name.step, "source": found.where}
     if args.json:
         render.print_json(answer)
     else:
@@ -85,7 +87,8 @@ def _check_out(out: Path, force: bool) -> None:
         raise ConfigError(f"{out} exists", "name another file, or replace it with --force")
 
 
-def _found(args: argparse.Namespace) -> _Found:
+def _copies(args: argparse.Namespace) -> list[_Copy]:
+    """Of the checkpoint that is asked for, in the order in which they are tried."""
     if "://" in args.target:
         from perdure.training.travel.copies import Stored
 
@@ -98,14 +101,14 @@ def _found(args: argparse.Namespace) -> _Found:
             "--endpoint-url and --region go with the URL of a store", "a run says itself how its store is reached"
         )
     try:
-        return _here(target, args)
+        return [_here(target, args)]
     except CheckpointNotFound:
         if not target.places:
             raise
     return _elsewhere(target.reading_order(), args, target.run)
 
 
-def _here(target: Target, args: argparse.Namespace) -> _Found:
+def _here(target: Target, args: argparse.Namespace) -> _Copy:
     from perdure.training.checkpoint.reader import open_checkpoint
 
     target.started()
@@ -116,11 +119,11 @@ def _here(target: Target, args: argparse.Namespace) -> _Found:
     else:
         raise CheckpointNotFound(f"{target.run.root} has no checkpoint that could be restored", "see `perdure ls`")
     folder = target.run.checkpoint(name)
-    return _Found(name, str(target.run.root), lambda _: open_checkpoint(folder), folder)
+    return _Copy(name, str(target.run.root), lambda _: open_checkpoint(folder), folder)
 
 
-def _elsewhere(places: "Sequence[Stored]", args: argparse.Namespace, run: RunDir | None) -> _Found:
-    """At the first place that has a good copy, of those where it can be read now."""
+def _elsewhere(places: "Sequence[Stored]", args: argparse.Namespace, run: RunDir | None) -> list[_Copy]:
+    """None that is known to be damaged, unless there is no other; first one that can be read now."""
     from perdure.training.travel.source import open_stored
     from perdure.training.travel.sources import look
     from perdure.training.travel.thaw import readable
@@ -132,28 +135,42 @@ def _elsewhere(places: "Sequence[Stored]", args: argparse.Namespace, run: RunDir
         name = newest
     else:
         raise CheckpointNotFound(f"{where} has no checkpoint that could be restored", "see `perdure pull URL DIR --dry-run`")
-    place = readable(found.good(name) or found.holding(name), name)
+    held = found.good(name) or found.holding(name)
+    first = readable(held, name)
 
-    def opened(fetched: list[int]) -> "CheckpointReader":
-        return open_stored(place.store, name, found.info.id, fetched.append)
+    def copy(place: "Stored") -> _Copy:
+        def opened(fetched: list[int]) -> "CheckpointReader":
+            return open_stored(place.store, name, found.info.id, fetched.append)
 
-    return _Found(name, place.store.url, opened, place=place, run=run)
+        return _Copy(name, place.store.url, opened, place=place, run=run)
+
+    return [copy(place) for place in sorted(held, key=lambda one: one != first)]
 
 
-def _read(args: argparse.Namespace, found: _Found, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:  # Any: JSON values
-    """What `action` gives, with a thaw before it where that is needed and asked for."""
+def _written(args: argparse.Namespace, copies: Sequence[_Copy], out: Path) -> tuple[_Copy, _Answer]:
+    """By the first copy that proves good; what is damaged is said, and leaves no OUT."""
+    for copy in copies[:-1]:
+        try:
+            return copy, _read(args, copy, out)
+        except CheckpointDamaged as error:
+            render.say(f"{error}; another copy is read")
+    return copies[-1], _read(args, copies[-1], out)
+
+
+def _read(args: argparse.Namespace, found: _Copy, out: Path) -> _Answer:
+    """With a thaw before it where that is needed and asked for."""
     if (place := found.place) is None:
-        return action()
+        return _safetensors(found, out, args.only, quiet=args.json)
     from perdure.training.travel.thaw import needed
 
-    def attempt() -> dict[str, Any]:
+    def attempt() -> _Answer:
         with needed(place, found.name):
-            return action()
+            return _safetensors(found, out, args.only, quiet=args.json)
 
     return thaw.reading(args, found.run, [place], attempt)
 
 
-def _safetensors(found: _Found, out: Path, only: str | None, *, quiet: bool) -> dict[str, Any]:  # Any: JSON values
+def _safetensors(found: _Copy, out: Path, only: str | None, *, quiet: bool) -> _Answer:
     from perdure.training.checkpoint.restore import restore_safetensors
 
     fetched: list[int] = []
@@ -163,7 +180,7 @@ def _safetensors(found: _Found, out: Path, only: str | None, *, quiet: bool) -> 
     return {"bytes": size, "fetched_bytes": sum(fetched)}
 
 
-def _export(found: _Found, out: Path, only: str | None) -> dict[str, Any]:  # Any: JSON values
+def _export(found: _Copy, out: Path, only: str | None) -> _Answer:
     """torch lives in another process: this one stays fast, and may have been installed without it."""
     folder = found.folder
     if folder is None:

@@ -9,6 +9,8 @@ from conftest import BUCKET, S3Server
 from storage.glacier import Glacier
 from storage.proxy import proxy_to
 
+from perdure.training.run_dir import rank_pack
+
 Command = Callable[..., Any]
 
 
@@ -40,6 +42,12 @@ def test_the_plan_is_shown_then_done_and_ls_says_where_copies_are(made: Any, com
     restored = [command("restore", made.toml, out, "--force", *tiers, *of, "--json").json for of in ((), ("--step", "20"))]
     sources = [(one["step"], one["source"]) for one in restored]
     assert sources == [(40, (tmp_path / "share").as_uri()), (20, (tmp_path / "far").as_uri())]
+    pack = tmp_path / "share/checkpoints" / listed[1]["name"] / rank_pack(0)
+    whole = pack.read_bytes()
+    pack.write_bytes(bytes(len(whole)))
+    other = command("restore", made.toml, out, "--force", *tiers, "--json")
+    assert (other.json["source"], "another copy is read" in other.err) == ((tmp_path / "far").as_uri(), True)
+    pack.write_bytes(whole)
     listed = command("pull", made.toml, *tiers, "--dry-run")
     assert listed.out.splitlines()[0] == f"share ({(tmp_path / 'share').as_uri()}):"
     pulled = command("pull", made.toml, *tiers, "--json").json
