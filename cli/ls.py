@@ -46,13 +46,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         columns = ("step", "launch", "trust", "good copies", "on disk", "raw", "created", "state digest", "note")
         render.table(columns, [_row(one, pinned, thaws) for one in listed])
-    here = {str(one.name) for one in listed}
-    for gone in thaws.values():
-        if gone["name"] not in here:
-            print(thaw.line(gone))
-    other = [path for path in leftovers if not any(path == f"checkpoints/{one.name}" for one in listed)]
-    if other:
-        print(f"{len(other)} leftovers of a crash, first {other[0]}")
+    shown = {(place, str(one.name)) for one in listed for place in one.cold}
+    for key, other in thaws.items():
+        if key not in shown:
+            print(thaw.line(other))
+    left = [path for path in leftovers if not any(path == f"checkpoints/{one.name}" for one in listed)]
+    if left:
+        print(f"{len(left)} leftovers of a crash, first {left[0]}")
     return 0
 
 
