@@ -1,5 +1,6 @@
 """`push` and `pull` move a run to a store and back, and say what they would do first."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,19 @@ def test_run_without_a_store_says_what_to_set(made: Any, command: Command) -> No
     assert answer.code == 2
     assert "has no store" in answer.err
     assert "store.url" in answer.err
+
+
+def test_pulled_run_is_pushed_where_it_was_found_whatever_its_run_json_says(
+    made: Any, command: Command, tmp_path: Path
+) -> None:
+    assert command("push", made.run.root).code == 0
+    told = json.loads((store_of(made) / "run.json").read_bytes())
+    told |= {"store_url": "s3://elsewhere/x", "endpoint_url": "http://127.0.0.1:9", "region": "nowhere"}
+    (store_of(made) / "run.json").write_text(json.dumps(told))
+    assert command("pull", store_of(made).as_uri(), tmp_path / "pulled").code == 0
+    known = json.loads((tmp_path / "pulled" / "run.json").read_bytes())
+    assert known == told | {"store_url": store_of(made).as_uri(), "endpoint_url": "", "region": ""}
+    assert "nothing to push" in command("push", tmp_path / "pulled").out
 
 
 def test_store_of_another_run_is_refused(made: Any, command: Command) -> None:

@@ -77,6 +77,7 @@ HARM: dict[str, Callable[[Path], Any]] = {
     "names that lead out": other_files,
     "a base that is itself": lambda folder: forge(folder, base={"name": folder.name, "digest": "0" * 64}),
     "sizes that are not those of the files": pack_longer_than_said,
+    "counts that are not those of the indexes": lambda folder: forge(folder, leaves=10**9),
     "index of a gibibyte": lambda folder: inflated(folder / INDEX, GIB),
 }
 

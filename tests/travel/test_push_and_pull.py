@@ -14,7 +14,7 @@ from perdure.training.checkpoint import facts, lineage, manifest
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.lineage import read_launches
 from perdure.training.checkpoint.manifest import FileRecord
-from perdure.training.checkpoint.run_info import read_run_info
+from perdure.training.checkpoint.run_info import read_run_info, with_store
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, DiskFull, StoreConflict, StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.folder import FolderStore
@@ -49,7 +49,7 @@ def test_what_was_pushed_is_pulled_byte_for_byte(store: ObjectStore, made: MadeR
     assert facts.trust(made.dir, name) == "replicated"
     assert pull(store, elsewhere) == name
     assert contents(elsewhere, name) == contents(made.dir, name)
-    assert read_run_info(elsewhere) == read_run_info(made.dir)
+    assert read_run_info(elsewhere) == with_store(read_run_info(made.dir), store.url, store.settings)
     assert read_launches(elsewhere) == read_launches(made.dir)
     assert lineage.lineage(elsewhere) == [name]
     assert facts.trust(elsewhere, name) == "replicated"

@@ -66,6 +66,14 @@ def read_index(
     return {entry.path: entry for entry in entries}
 
 
+def check_state(manifest: Manifest, ranks: Iterable[Mapping[str, IndexEntry]], where: str) -> None:
+    """The indexes together are the state the manifest names. Raises CheckpointDamaged (part "index")."""
+    entries = [entry for leaves in ranks for entry in leaves.values()]
+    found = (state_digest(entries), len(entries), sum(entry.nbytes for entry in entries))
+    if found != (manifest.state_digest, manifest.leaves, manifest.raw_bytes):
+        raise CheckpointDamaged(f"{where}: indexes do not add up to the manifest's state digest", part="index")
+
+
 class CheckpointReader:
     """An open checkpoint. `entries` are those of rank 0; other ranks' by `rank_entries`. `base` is that of an increment.
 
@@ -128,10 +136,7 @@ class CheckpointReader:
 
     def check_state_digest(self) -> None:
         """The indexes together are the state the manifest names. Raises CheckpointDamaged (part "index")."""
-        entries = [entry for rank in range(self.ranks) for entry in self.rank_entries(rank).values()]
-        found = (state_digest(entries), len(entries), sum(entry.nbytes for entry in entries))
-        if found != (self.manifest.state_digest, self.manifest.leaves, self.manifest.raw_bytes):
-            raise CheckpointDamaged(f"{self.where}: indexes do not add up to the manifest's state digest", part="index")
+        check_state(self.manifest, [self.rank_entries(rank) for rank in range(self.ranks)], self.where)
 
     # reading
 

@@ -40,6 +40,12 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
         return StoreSettings(**{name: getattr(self, name) for name in StoreSettings.__struct_fields__})
 
 
+def with_store(info: RunInfo, url: str, settings: StoreSettings) -> RunInfo:
+    """Of a pulled run: its copies go where it was found, not where somebody wrote into a bucket that they should go."""
+    reached = {name: getattr(settings, name) for name in ("endpoint_url", "region", "addressing")}
+    return msgspec.structs.replace(info, store_url=url, **reached)
+
+
 def create_run_info(run: RunDir, config: RunConfig) -> RunInfo:
     """Give a new run its id and write run.json; when another process was first, its run.json counts."""
     info = RunInfo(

@@ -15,6 +15,7 @@ from perdure.training.storage.store import (
     ObjectInfo,
     Progress,
     ShouldStop,
+    StoreSettings,
     TransferStopped,
     UploadInfo,
     Watch,
@@ -51,6 +52,7 @@ class FolderStore:
     """`file:///folder`."""
 
     cold = None
+    settings = StoreSettings()
 
     def __init__(self, root: Path) -> None:
         self.root = root

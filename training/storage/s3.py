@@ -57,7 +57,7 @@ class S3Store:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self.part_bytes = settings.part_mib << 20
         self._prefix = f"{prefix}/" if prefix else ""
-        self._settings = settings
+        self.settings = settings
         self._custom = bool(
             settings.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         )
@@ -70,19 +70,19 @@ class S3Store:
         policy: Literal["when_supported", "when_required"] = "when_supported" if self.checksums else "when_required"
         config = Config(
             connect_timeout=5,
-            read_timeout=60 + self._settings.part_mib * 4,
+            read_timeout=60 + self.settings.part_mib * 4,
             retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
             max_pool_connections=CONNECTIONS,
             request_checksum_calculation=policy,
             response_checksum_validation=policy,
-            s3=None if self._settings.addressing == "auto" else {"addressing_style": self._settings.addressing},
+            s3=None if self.settings.addressing == "auto" else {"addressing_style": self.settings.addressing},
         )
         try:
             return self._session.client(
-                "s3", endpoint_url=self._settings.endpoint_url or None, region_name=self._settings.region or None, config=config
+                "s3", endpoint_url=self.settings.endpoint_url or None, region_name=self.settings.region or None, config=config
             )
         except BotoCoreError as error:
-            raise s3_errors.from_client(error, self.url, self._settings.endpoint_url or "AWS") from None
+            raise s3_errors.from_client(error, self.url, self.settings.endpoint_url or "AWS") from None
         except ValueError as error:
             raise StoreError(f"{self.url}: {error}", retryable=False, hint="correct store.endpoint_url") from None
 
@@ -91,7 +91,7 @@ class S3Store:
         try:
             session = boto3.session.Session()
         except BotoCoreError as error:
-            raise s3_errors.from_client(error, self.url, self._settings.endpoint_url or "AWS") from None
+            raise s3_errors.from_client(error, self.url, self.settings.endpoint_url or "AWS") from None
         with s3_errors.credentials_explained(self.url):
             session.get_credentials()
         return session
@@ -104,9 +104,9 @@ class S3Store:
     def _on_write(self) -> dict[str, str]:
         """What every new object gets."""
         wanted = {
-            "ServerSideEncryption": self._settings.sse,
-            "SSEKMSKeyId": self._settings.sse_kms_key,
-            "Tagging": urlencode(self._settings.tags),
+            "ServerSideEncryption": self.settings.sse,
+            "SSEKMSKeyId": self.settings.sse_kms_key,
+            "Tagging": urlencode(self.settings.tags),
         }
         return {name: value for name, value in wanted.items() if value}
 
@@ -137,15 +137,15 @@ class S3Store:
     def _check_encrypted(self, key: str, answer: Mapping[str, Any]) -> None:  # Any: boto3's answer
         """A server that does not know encryption may store all the same."""
         done = answer.get("ServerSideEncryption", "")
-        if self._settings.sse and done != self._settings.sse:
+        if self.settings.sse and done != self.settings.sse:
             raise StoreError(
-                f"{self._where(key)} was stored, but {self._endpoint} did not encrypt it with {self._settings.sse}",
+                f"{self._where(key)} was stored, but {self._endpoint} did not encrypt it with {self.settings.sse}",
                 retryable=False,
                 hint="use a server that does, or leave store.sse out; delete the object if nobody may read it",
             )
 
     def explain(self, error: ClientError, key: str) -> StoreError:
-        return s3_errors.from_answer(error, self._where(key), self._endpoint, checksums=self.checksums, settings=self._settings)
+        return s3_errors.from_answer(error, self._where(key), self._endpoint, checksums=self.checksums, settings=self.settings)
 
     def _call(self, operation: str, key: str, **arguments: Any) -> Any:  # Any: as `raw`
         try:
@@ -158,12 +158,12 @@ class S3Store:
 
     @property
     def cold(self) -> ColdStore:
-        return S3Cold(self, self._settings.storage_class, self._on_write)
+        return S3Cold(self, self.settings.storage_class, self._on_write)
 
     @property
     def file_class(self) -> dict[str, str]:
         """The class that a file is put in; one that has to be thawed comes after the proof (s3_cold.py)."""
-        wanted = self._settings.storage_class
+        wanted = self.settings.storage_class
         return {"StorageClass": wanted} if wanted and wanted not in NEED_THAW else {}
 
     # writing
@@ -205,7 +205,7 @@ class S3Store:
         size = path.stat().st_size
         if size > self.part_bytes:
             Upload(self, key, path, watch=watch, progress=progress, should_stop=should_stop).run()
-            if self._settings.sse:
+            if self.settings.sse:
                 self._check_encrypted(key, self.head(key) or {})
             return
         data = path.read_bytes()

@@ -54,6 +54,11 @@ class ObjectStore(Protocol):
     def url(self) -> str: ...
 
     @property
+    def settings(self) -> StoreSettings:
+        """How it is reached."""
+        ...
+
+    @property
     def cold(self) -> ColdStore | None:
         """For classes that have to be thawed; None where there are none."""
         ...

@@ -114,8 +114,13 @@ def check(place: Place, other: Place | None, name: CheckpointName, run_id: str, 
     except CheckpointDamaged as error:
         return State(bad={MANIFEST: str(error)})
     bad: dict[str, str] = {}
+    leaves = size = 0
     for rank in range(len(found.files) // 2):
-        bad |= _check_rank(place, other, found, rank, count)
+        problems, entries = _check_rank(place, other, found, rank, count)
+        bad |= problems
+        leaves, size = leaves + len(entries), size + sum(entry.nbytes for entry in entries.values())
+    if not bad and (leaves, size) != (found.leaves, found.raw_bytes):
+        bad[MANIFEST] = f"{place.word} copy of {name}: manifest counts {found.leaves} leaves, the indexes hold {leaves}"
     return State(manifest=found, bad=bad)
 
 
@@ -128,7 +133,10 @@ def read_manifest(place: Place, name: CheckpointName, run_id: str) -> Manifest:
     return found
 
 
-def _check_rank(place: Place, other: Place | None, found: Manifest, rank: int, count: Count) -> dict[str, str]:
+def _check_rank(
+    place: Place, other: Place | None, found: Manifest, rank: int, count: Count
+) -> tuple[dict[str, str], Mapping[str, IndexEntry]]:
+    """What is wrong with its files; its leaves as far as they are known."""
     pack, index = found.files[2 * rank : 2 * rank + 2]
     bad: dict[str, str] = {}
     try:
@@ -139,7 +147,7 @@ def _check_rank(place: Place, other: Place | None, found: Manifest, rank: int, c
     count(index.bytes)
     if problem := _check_pack(place, found, pack, entries, count):
         bad[pack.name] = problem
-    return bad
+    return bad, entries or {}
 
 
 def _check_pack(place: Place, found: Manifest, pack: FileRecord, entries: Mapping[str, IndexEntry] | None, count: Count) -> str:

@@ -12,7 +12,7 @@ from perdure.training.checkpoint import facts, manifest
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.manifest import MAX_MANIFEST, Manifest
 from perdure.training.checkpoint.pack import MAX_STORED_INDEX, IndexEntry
-from perdure.training.checkpoint.reader import check_is_base, read_index
+from perdure.training.checkpoint.reader import check_is_base, check_state, read_index
 from perdure.training.checkpoint.verify import verify_folder
 from perdure.training.errors import (
     CheckpointDamaged,
@@ -130,6 +130,7 @@ class CopyIn:
         for rank, index in enumerate(indexes):
             known = base[rank] if base is not None and rank < len(base) else {} if base is not None else None
             leaves.append(read_index(found, rank, (folder / index.name).read_bytes(), str(folder), known))
+        check_state(found, leaves, str(folder))
         self._fetch_all(found.name, [Proof(pack, known) for pack, known in zip(packs, leaves, strict=True)], total)
         files.fsync_dir(folder)
         return leaves

@@ -11,10 +11,10 @@ import msgspec
 from perdure.training import events, files
 from perdure.training.checkpoint import facts
 from perdure.training.checkpoint.lineage import create_launch, read_launches
-from perdure.training.checkpoint.run_info import read_run_info
+from perdure.training.checkpoint.run_info import RunInfo, read_run_info, with_store
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, StoreConflict, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
-from perdure.training.storage.store import ObjectStore
+from perdure.training.storage.store import ObjectStore, StoreSettings
 from perdure.training.travel.copies import Stored
 from perdure.training.travel.copy_in import CopyIn, PullProgress
 from perdure.training.travel.sources import Sources, look
@@ -140,7 +140,12 @@ class _Pull:
                     f"{self._run.root}: launch {token} is {ours[token].host}'s here and {record.host}'s in {self._where}",
                     "pull into a new directory",
                 )
-        files.create_exclusively(self._run.run_json, msgspec.json.encode(found.info))
+        files.create_exclusively(self._run.run_json, msgspec.json.encode(self._as_reached(found.info)))
+
+    def _as_reached(self, info: RunInfo) -> RunInfo:
+        """run.json as found, but its copies go to the store that was named to us: nobody else gets our signed requests."""
+        store = next((place.store for place in self._places if place.word == facts.STORE), None)
+        return with_store(info, store.url, store.settings) if store else with_store(info, "", StoreSettings())
 
     def _report(self, text: str) -> None:
         logger.warning("%s", text)
