@@ -27,6 +27,8 @@ from perdure.training.run_dir import RunDir
 START_TIMEOUT_SECS = 120.0
 STOP_TIMEOUT_SECS = 15.0
 HOST = "127.0.0.1"
+MAX_DATABASE_PATH = 504
+"""Bytes; SQLite's 512 less the ending of its journal."""
 _TRIES = 3
 _POLL_SECS = 0.1
 _SERVER_AUTH, CLIENT_AUTH = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"
@@ -81,6 +83,11 @@ class ServerHome:
     def keep(self) -> Path:
         """Exists while the server is to outlive its users."""
         return self.root / "keep"
+
+    @property
+    def database(self) -> Path:
+        """Prefect's own."""
+        return self.root / "prefect.db"
 
     @property
     def log(self) -> Path:
@@ -157,6 +164,7 @@ class LocalServer:
 def acquire(home: ServerHome, keep: bool = False, start_timeout: float = START_TIMEOUT_SECS) -> LocalServer:
     """Use the home's server, started if there is none; with `keep` it stays after its last user, until later
     ones leave of which none asked for that. Raises ServerFailed with the end of its log."""
+    _check_depth(home)
     files.make_dirs(home.root)
     with _holding(home.mutex, start_timeout + STOP_TIMEOUT_SECS):
         fd = os.open(home.users, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.FILE_MODE)
@@ -171,6 +179,17 @@ def acquire(home: ServerHome, keep: bool = False, start_timeout: float = START_T
         except BaseException:
             os.close(fd)
             raise
+
+
+def _check_depth(home: ServerHome) -> None:
+    """SQLite says only that it is unable to open a file."""
+    length = len(os.fsencode(home.database))
+    if length > MAX_DATABASE_PATH:
+        raise ServerFailed(
+            f"{home.root} is too long a path for a local Prefect server: its database would have {length} bytes, "
+            f"SQLite opens {MAX_DATABASE_PATH}",
+            "use a run.dir with a shorter path, or set PREFECT_API_URL to a Prefect server that answers",
+        )
 
 
 def _api_url(port: int) -> str:

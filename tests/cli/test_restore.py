@@ -112,6 +112,24 @@ def test_what_a_store_cannot_give_is_said(made: Any, command: Command, tmp_path:
     assert not out.exists()
 
 
+def test_disk_that_is_full_or_read_only_is_no_traceback(made: Any, command: Command, tmp_path: Path) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", place], capture_output=True, check=False).returncode:
+        pytest.skip("mount is not permitted here")
+    try:
+        for name in ("out.pt", "out.safetensors"):
+            full = command("restore", made.run.root, place / name)
+            assert (full.code, "No space left" in full.err) == (8, True), full.err
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        for name in ("out.pt", "out.safetensors"):
+            refused = command("restore", made.run.root, place / name)
+            assert (refused.code, "Read-only file system" in refused.err) == (2, True), refused.err
+        assert list(place.iterdir()) == []
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
 def test_damage_is_refused_and_leaves_no_file(made: Any, command: Command, tmp_path: Path) -> None:
     made.damage(40, "model/weight")
     for name in ("out.safetensors", "out.pt"):

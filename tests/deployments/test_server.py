@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -174,6 +175,21 @@ def test_server_dies_with_its_supervisor_and_a_broken_home_is_reported(home: Ser
     ) as failure:
         acquire(home)
     assert failure.value.hint
+
+
+def test_path_that_sqlite_cannot_open_is_named_before_anything_starts(tmp_path: Path) -> None:
+    deep = tmp_path.joinpath(*["d" * 100] * 5)
+    with pytest.raises(ServerFailed, match="too long a path for a local Prefect server") as failure:
+        acquire(ServerHome(deep))
+    assert "shorter path" in failure.value.hint
+    assert not deep.exists()
+    longest = tmp_path / ("d" * (server.MAX_DATABASE_PATH // 2 - len(str(tmp_path)) // 2))
+    longest /= "d" * (server.MAX_DATABASE_PATH - len(str(longest)) - len("//prefect.db"))
+    longest.mkdir(parents=True)
+    home = ServerHome(longest)
+    assert len(str(home.database)) == server.MAX_DATABASE_PATH
+    with contextlib.closing(sqlite3.connect(home.database)) as database:
+        database.execute("create table one (more)")
 
 
 def test_environment_of_clients_reaches_loopback_without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

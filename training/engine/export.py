@@ -4,6 +4,7 @@ Optimizers come in torch's positional form, with the parameters' names beside th
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.engine.leaves import Decoder, LoadedLeaf, Read
 from perdure.training.engine.restore import read_plain
 from perdure.training.engine.state import INVENTORY
-from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, PerdureError
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, DiskFull, PerdureError
 
 
 def reading(reader: CheckpointReader) -> Read:
@@ -88,7 +89,7 @@ def export(folder: Path, out: Path, only: str | None) -> dict[str, Any]:  # Any:
         content = state_dicts(reading(reader), only)
     temporary = files.temporary_name(out)
     try:
-        torch.save(content, temporary)
+        _save(content, temporary)
         torch.load(temporary, weights_only=True, mmap=True)
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
@@ -98,6 +99,25 @@ def export(folder: Path, out: Path, only: str | None) -> dict[str, Any]:  # Any:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
     return {"bytes": out.stat().st_size, "objects": list(content)}
+
+
+def _save(content: dict[str, Any], path: Path) -> None:  # Any: as in state_dicts
+    """torch says in words of its own what the disk said to it."""
+    try:
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, files.FILE_MODE)) as file:
+            torch.save(content, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def _refused(error: OSError, out: Path) -> dict[str, Any]:  # Any: JSON values
+    """What the machine says, and as the command would answer it."""
+    full, broken = error.errno in (errno.ENOSPC, errno.EDQUOT), error.errno == errno.EIO
+    code = DiskFull.exit_code if full else PerdureError.exit_code if broken else ConfigError.exit_code
+    hint = "make room" if full else "" if broken else "name a path that can be used"
+    return {"error": f"{out}: {error.strerror or error}", "hint": hint, "exit_code": code}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PerdureError as error:
         answer = {"error": str(error), "hint": error.hint, "exit_code": error.exit_code}
     except OSError as error:
-        answer = {"error": f"{options.out}: {error.strerror or error}", "hint": "", "exit_code": 1}
+        answer = _refused(error, options.out)
     print(json.dumps(answer))
     return int(answer.get("exit_code", 0))
 

@@ -20,7 +20,7 @@ _HINTS = {
     "NoSuchBucket": "create the bucket, or correct store.url",
     "InvalidBucketName": "correct store.url",
     "AccessDenied": _RIGHTS,
-    "403": _RIGHTS,
+    "403": f"the keys may be wrong ({_KEYS}), or {_RIGHTS}",
     "AllAccessDisabled": _RIGHTS,
     "AccountProblem": _RIGHTS,
     "InvalidAccessKeyId": _KEYS,
