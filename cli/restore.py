@@ -192,6 +192,8 @@ def _export(found: _Copy, out: Path, only: str | None) -> _Answer:
         answer = dict(json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError):
         raise PerdureError(f"exporting {folder} ended with status {done.returncode} and no answer") from None
+    if "errno" in answer:
+        raise OSError(answer["errno"], answer["error"], str(out))
     if "error" in answer:
         kind = CheckpointDamaged if answer["exit_code"] == CheckpointDamaged.exit_code else PerdureError
         error = kind(answer["error"], hint=answer["hint"])

@@ -99,6 +99,16 @@ def make_dirs(path: Path) -> None:
         fsync_dir(folder.parent)
 
 
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Of a file that is open already, the system does not say which it was."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 class NewFile:
     """A file being written under a temporary name; `commit` makes it appear, leaving without it removes it."""
 
@@ -115,14 +125,16 @@ class NewFile:
     def write(self, data: Buffer) -> None:
         fail_point("write", self.path)
         view = memoryview(data).cast("B")
-        while len(view):
-            written = os.write(self._fd, view)
-            self.size += written
-            view = view[written:]
+        with _named(self.path):
+            while len(view):
+                written = os.write(self._fd, view)
+                self.size += written
+                view = view[written:]
 
     def _make_durable(self) -> None:
         fail_point("fsync", self.path)
-        os.fsync(self._fd)
+        with _named(self.path):
+            os.fsync(self._fd)
         os.close(self._fd)
         self._fd = -1
 
@@ -196,7 +208,8 @@ class PackFile(NewFile):
         view = memoryview(self._stage)[start:end]
         while len(view):
             try:
-                view = view[os.write(self._fd, view) :]
+                with _named(self.path):
+                    view = view[os.write(self._fd, view) :]
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
@@ -254,9 +267,10 @@ class PartFile(NewFile):
     def write_at(self, offset: int, data: Buffer) -> None:
         fail_point("write", self.path)
         view = memoryview(data).cast("B")
-        while len(view):
-            written = os.pwrite(self._fd, view, offset)
-            offset, view = offset + written, view[written:]
+        with _named(self.path):
+            while len(view):
+                written = os.pwrite(self._fd, view, offset)
+                offset, view = offset + written, view[written:]
 
     def _make_durable(self) -> None:
         """Closed after the rename: nobody takes it over before."""

@@ -19,11 +19,24 @@ from perdure.training.storage.folder import FolderStore
 from perdure.training.travel.push import push
 
 Command = Callable[..., Any]
+Leaves = dict[str, tuple[str, str, tuple[int, ...], bytes]]
 
 
 def push_all(made: Any, store: Any) -> None:
     for step in (20, 40):
         push(made.run, store, CheckpointName(step, 1))
+
+
+def leaves_of(tracked: dict[str, Any]) -> Leaves:
+    """As the trainer would write them."""
+    leaves: Leaves = {}
+    for leaf in state.collect(tracked):
+        value = leaf.value
+        data = (
+            value if isinstance(value, bytes) else value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+        leaves[leaf.path] = (leaf.kind, leaf.dtype, leaf.shape, bytes(data))
+    return leaves
 
 
 def test_safetensors_holds_the_tensors_of_the_newest_checkpoint(made: Any, command: Command, tmp_path: Path) -> None:
@@ -113,6 +126,7 @@ def test_what_a_store_cannot_give_is_said(made: Any, command: Command, tmp_path:
 
 
 def test_disk_that_is_full_or_read_only_is_no_traceback(made: Any, command: Command, tmp_path: Path) -> None:
+    made.write(60, leaves=leaves_of({"model": torch.nn.Linear(64, 64)}))
     place = tmp_path / "small"
     place.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", place], capture_output=True, check=False).returncode:
@@ -172,14 +186,7 @@ def test_torch_file_is_the_state_dicts_and_loads_without_pickle(made: Any, comma
         optimizer.step()
         scheduler.step()
     tracked = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    leaves = {}
-    for leaf in state.collect(tracked):
-        value = leaf.value
-        data = (
-            value if isinstance(value, bytes) else value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
-        leaves[leaf.path] = (leaf.kind, leaf.dtype, leaf.shape, bytes(data))
-    made.write(60, leaves=leaves)
+    made.write(60, leaves=leaves_of(tracked))
 
     out = tmp_path / "all.pt"
     answer = command("restore", made.run.root, out, "--json")

@@ -60,7 +60,7 @@ class Live:
 @pytest.fixture
 def live(tmp_path: Path, open_s3: Callable[..., S3Store]) -> Iterator[Live]:
     store, toml = open_s3(), copy_tiny(tmp_path / "tiny")
-    where = f'url = "{store.url}"\nendpoint_url = "{store._settings.endpoint_url}"\nregion = "us-east-1"'
+    where = f'url = "{store.url}"\nendpoint_url = "{store.settings.endpoint_url}"\nregion = "us-east-1"'
     text = toml.read_text().replace('url = "store"', where).replace("steps = 40", "steps = 400")
     toml.write_text(text.replace("chunk = 10", "chunk = 100").replace("every = 5", "every = 10"))
     run = Run(toml)

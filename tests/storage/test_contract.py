@@ -16,7 +16,7 @@ import pytest
 
 from perdure.training.errors import CheckpointDamaged, ObjectNotFound, StoreError
 from perdure.training.storage.folder import FolderStore
-from perdure.training.storage.store import ObjectStore, StoreSettings, TransferStopped
+from perdure.training.storage.store import ObjectStore, TransferStopped
 
 PART = 5 << 20
 
@@ -73,7 +73,7 @@ def test_of_eight_processes_exactly_one_wins_each_conditional_put(store: ObjectS
 
 
 def settings_of(store: ObjectStore) -> str:
-    return json.dumps(msgspec.structs.asdict(getattr(store, "_settings", StoreSettings())))
+    return json.dumps(msgspec.structs.asdict(store.settings))
 
 
 @pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 2 * PART + 3])

@@ -15,7 +15,7 @@ from snapshots import Source, random_bytes
 from perdure.training.checkpoint import facts
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.folder import FolderStore
-from perdure.training.storage.store import ObjectStore, StoreSettings
+from perdure.training.storage.store import ObjectStore
 from perdure.training.travel.contents import remote_checkpoints
 from perdure.training.travel.copies import Stored, check
 from perdure.training.travel.push import pending, push
@@ -37,7 +37,7 @@ def pruner() -> Iterator["subprocess.Popen[str]"]:
 def give(pruner: "subprocess.Popen[str]", run: RunDir, store: ObjectStore, plan: str) -> int:
     assert pruner.stdin is not None
     assert pruner.stdout is not None
-    settings = json.dumps(msgspec.structs.asdict(getattr(store, "_settings", StoreSettings())))
+    settings = json.dumps(msgspec.structs.asdict(store.settings))
     pruner.stdin.write(json.dumps({"plan": plan, "url": store.url, "settings": settings, "run": str(run.root)}) + "\n")
     pruner.stdin.flush()
     return int(pruner.stdout.readline())

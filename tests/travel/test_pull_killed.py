@@ -26,7 +26,7 @@ def test_a_killed_pull_fetches_only_what_is_missing_or_wrong(
     store, name = open_s3(), made.commit(100, 1, pack=24 * MIB)  # three blobs, in parts of 16 and 8 MiB
     push(made.dir, store, name)
     cut, wrong = RunDir(tmp_path / "cut"), RunDir(tmp_path / "wrong")
-    settings = json.dumps(msgspec.structs.asdict(store._settings))
+    settings = json.dumps(msgspec.structs.asdict(store.settings))
     command = [sys.executable, str(Path(__file__).with_name("mover.py")), "pull", store.url, settings, str(cut.root)]
     done = subprocess.run([*command, str(16 * MIB)], capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()

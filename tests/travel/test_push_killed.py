@@ -18,7 +18,7 @@ from storage.proxy import proxy_to
 from perdure.training import files
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir, rank_index, rank_pack
 from perdure.training.storage.s3 import S3Store
-from perdure.training.storage.store import ObjectStore, StoreSettings
+from perdure.training.storage.store import ObjectStore
 from perdure.training.travel.pull import pull
 from perdure.training.travel.push import push
 
@@ -27,7 +27,7 @@ MadeRun = Any
 
 def push_killed_at(call: int, store: ObjectStore, run: RunDir, name: CheckpointName) -> int:
     """Exit status of a push that dies before its `call`-th call; 0 when it makes fewer."""
-    settings = json.dumps(msgspec.structs.asdict(getattr(store, "_settings", StoreSettings())))
+    settings = json.dumps(msgspec.structs.asdict(store.settings))
     command = [sys.executable, str(Path(__file__).with_name("mover.py")), "push", store.url, settings, str(run.root), str(name)]
     done = subprocess.run(command, env={**os.environ, "PERDURE_FAIL": f"push:kill:{call}"}, capture_output=True)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()

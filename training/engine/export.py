@@ -4,7 +4,6 @@ Optimizers come in torch's positional form, with the parameters' names beside th
 
 import argparse
 import contextlib
-import errno
 import json
 import os
 import sys
@@ -23,7 +22,7 @@ from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.engine.leaves import Decoder, LoadedLeaf, Read
 from perdure.training.engine.restore import read_plain
 from perdure.training.engine.state import INVENTORY
-from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, DiskFull, PerdureError
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, PerdureError
 
 
 def reading(reader: CheckpointReader) -> Read:
@@ -112,14 +111,6 @@ def _save(content: dict[str, Any], path: Path) -> None:  # Any: as in state_dict
         raise
 
 
-def _refused(error: OSError, out: Path) -> dict[str, Any]:  # Any: JSON values
-    """What the machine says, and as the command would answer it."""
-    full, broken = error.errno in (errno.ENOSPC, errno.EDQUOT), error.errno == errno.EIO
-    code = DiskFull.exit_code if full else PerdureError.exit_code if broken else ConfigError.exit_code
-    hint = "make room" if full else "" if broken else "name a path that can be used"
-    return {"error": f"{out}: {error.strerror or error}", "hint": hint, "exit_code": code}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -131,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PerdureError as error:
         answer = {"error": str(error), "hint": error.hint, "exit_code": error.exit_code}
     except OSError as error:
-        answer = _refused(error, options.out)
+        answer = {"error": error.strerror or str(error), "errno": error.errno or 0, "exit_code": 1}
     print(json.dumps(answer))
     return int(answer.get("exit_code", 0))
 
