@@ -1,6 +1,7 @@
 """The training flow: resume from the newest checkpoint that verifies, train chunk after chunk, verify and push what is
 committed, restart what fails. It may die at any line and be replaced; all it knows it reads from the run directory."""
 
+import signal
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -89,6 +90,7 @@ class _Drive:
         except LaunchEnded:
             return trainer.end(grace)
         except BaseException as error:  # a stop, SIGTERM, cancellation or a bug of ours: save, then let it through
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd and Slurm tell every process, and so does our parent
             deadline = time.monotonic() + grace
             trainer.stop(str(error) or ("SIGTERM" if isinstance(error, TerminationSignal) else type(error).__name__))
             end = trainer.end(grace)

@@ -20,6 +20,7 @@ import boto3
 import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from harness import LAUNCHED
 
 from perdure.deployments import server
 from perdure.training.storage.s3 import S3Store
@@ -180,6 +181,14 @@ def running_weed(
         process.send_signal(signal.SIGKILL)  # a throw-away server: SIGTERM takes seconds
         process.wait()
         shutil.rmtree(folder / "data", ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running() -> Iterator[None]:
+    """A test that fails half-way fails alone."""
+    yield
+    while LAUNCHED:
+        LAUNCHED.pop().kill()
 
 
 @pytest.fixture(scope="session")

@@ -148,6 +148,10 @@ def children(pid: int) -> list[int]:
         return []
 
 
+LAUNCHED: list[Trainer] = []
+"""By the test that runs; what it leaves running is ended after it (tests/conftest.py)."""
+
+
 class Direct:
     """Launches without Prefect: the same lock, tokens, agent, saver and rank, driven from the test."""
 
@@ -171,6 +175,7 @@ class Direct:
             resume=start.resume,
             replan=replan,
         )
+        LAUNCHED.append(self.trainer)
         self.trainer.lease(lease or config.run.steps)
         return self.trainer
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from harness import Direct, Run, copy_tiny, kill, wait_until
 
+from perdure.training.process import identify
+
 pytestmark = pytest.mark.usefixtures("prefect_api")
 SLOW = "params.sleep=0.1"
 
@@ -87,9 +89,14 @@ def test_parent_killed_lets_the_flow_save_and_leave(run: Run, reference: str) ->
 def test_signal_to_the_parent_saves_and_exits_75(run: Run, reference: str, number: int) -> None:
     parent = run.start()
     wait_until(lambda: run.step() >= 12, "step 12")
-    parent.send_signal(number)
-    time.sleep(0.1)
-    parent.send_signal(number)
+    flow = run.flow()
+    assert flow is not None
+    told = [identify(pid) for pid in {*run.processes(), flow.pid}] if number == signal.SIGTERM else []  # as systemd does
+    for _ in range(2):
+        parent.send_signal(number)
+        for process in told:
+            process.send(number)
+        time.sleep(0.1)
     assert parent.wait(60) == 75, run.log()
     assert run.processes() == []
     assert run.committed()[-1].step >= 12

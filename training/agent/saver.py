@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import errno
 import os
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -98,6 +99,7 @@ def main() -> None:
         parser.add_argument(name, type=int)
     options = parser.parse_args()
     die_with_parent(options.parent)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever tells every process to stop means the last save as well
     files.set_role("saver")
     keep_freed_memory()
     with contextlib.suppress(OSError):
