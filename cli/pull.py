@@ -8,14 +8,19 @@ from perdure.cli import render, thaw
 from perdure.cli.target import add_endpoint, store_at
 from perdure.training.agent.lock import RunLock
 from perdure.training.checkpoint import facts, lineage
+from perdure.training.checkpoint.upkeep import await_upkeep
 from perdure.training.config import load_config
 from perdure.training.errors import CheckpointNotFound, ConfigError
 from perdure.training.run_dir import CheckpointName, RunDir
 
 if TYPE_CHECKING:
     from perdure.training.travel.copies import Stored
+    from perdure.training.travel.pull import Pulled
 
-_OF_A_START = ("lock", "slack.lock", "slack.json", "events.jsonl", "flow-runs", "logs", "launches", "checkpoints", "thaws")
+_OF_A_START = (
+    *("lock", "upkeep.lock", "slack.lock", "slack.json", "events.jsonl", "flow-runs", "logs"),
+    *("launches", "checkpoints", "pins", "thaws"),
+)
 """What a pull that died may have left, or a `perdure run` that could not bring the run back."""
 
 
@@ -43,7 +48,12 @@ def run(args: argparse.Namespace) -> int:
         return _list(args, places)
     _check_free(run_dir)
     with RunLock.acquire(run_dir, orphan_wait=0), render.Progress("pull", 0, quiet=args.json) as progress:
-        name, place = thaw.reading(args, run_dir, places, lambda: pull_from(places, run_dir, name=wanted, progress=progress.at))
+
+        def bring() -> "Pulled":
+            with await_upkeep(run_dir):
+                return pull_from(places, run_dir, name=wanted, progress=progress.at)
+
+        name, place = thaw.reading(args, run_dir, places, bring)
     launches = len(lineage.read_launches(run_dir))
     if args.json:
         answer = {"url": place.store.url, "place": place.word, "run_dir": str(run_dir.root), "name": str(name)}

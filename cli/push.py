@@ -18,6 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from perdure.training.travel.pins import push_pins
+
     target = resolve(args.target, args.set)
     target.started()
     store = target.open_store()
@@ -27,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         _prove(target, name, quiet=args.json)
         _copy(target, name, quiet=args.json)
+    push_pins(target.run, store)
     return _finish(args, store.url, names, dry_run=False)
 
 

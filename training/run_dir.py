@@ -186,10 +186,15 @@ class RunDir:
     PRUNING_KEY = "pruning.json"
     CHECKPOINTS_KEY = "checkpoints/"
     LAUNCHES_KEY = "launches/"
+    PINS_KEY = "pins/"
 
     @staticmethod
     def checkpoint_key(name: CheckpointName, file: str) -> str:
         return f"checkpoints/{name}/{file}"
+
+    @staticmethod
+    def pin_key(label: str) -> str:
+        return f"pins/{label}.json"
 
     @staticmethod
     def launch_key(token: int) -> str:

@@ -2,13 +2,18 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from perdure.training import events
 from perdure.training.agent.lock import RunLock
-from perdure.training.run_dir import RunDir
+from perdure.training.checkpoint import lineage, pins
+from perdure.training.checkpoint.upkeep import upkeep
+from perdure.training.run_dir import CheckpointName, RunDir
 
 Command = Callable[..., Any]
 
@@ -77,6 +82,8 @@ def test_store_of_another_run_is_refused(made: Any, command: Command) -> None:
 
 def test_pull_brings_a_lost_run_back(made: Any, command: Command, tmp_path: Path) -> None:
     command("push", made.run.root)
+    pins.pin(made.run, "first", CheckpointName(20, 1))
+    assert command("push", made.run.root, "--json").json["pushed"] == [], "a milestone goes there all the same"
     before = command("ls", made.run.root, "--json").json["checkpoints"]
     shutil.rmtree(made.run.root)
     dry = command("pull", store_of(made).as_uri(), made.run.root, "--dry-run", "--json")
@@ -90,6 +97,21 @@ def test_pull_brings_a_lost_run_back(made: Any, command: Command, tmp_path: Path
     assert command("verify", made.run.root).code == 0
     older = command("pull", store_of(made).as_uri(), tmp_path / "older", "--name", "000000000020-0001", "--json")
     assert older.json["step"] == 20
+    assert list(pins.pins_by_hand(RunDir(tmp_path / "older"))[0]) == ["first"]
+
+
+def test_pull_waits_for_a_prune_of_the_same_run(made: Any, command: Command) -> None:
+    command("push", made.run.root)
+    shutil.rmtree(made.run.checkpoint(CheckpointName(20, 1)))
+    arguments = ["pull", store_of(made).as_uri(), str(made.run.root), "--name", "000000000020-0001"]
+    with upkeep(made.run):
+        pulling = subprocess.Popen([sys.executable, "-m", "perdure.cli", *arguments])
+        while not any("->" in line and f" {pulling.pid} " in line for line in Path("/proc/locks").read_text().splitlines()):
+            assert pulling.poll() is None
+            time.sleep(0.05)
+        assert lineage.committed(made.run) == [CheckpointName(40, 1)]
+    assert pulling.wait() == 0
+    assert lineage.committed(made.run) == [CheckpointName(20, 1), CheckpointName(40, 1)]
 
 
 def test_pull_is_refused_where_it_would_harm(made: Any, command: Command, tmp_path: Path) -> None:

@@ -27,6 +27,10 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     """From the manifests up to this checkpoint, in step and in launch, the name was taken away."""
 
 
+ByHand = tuple[dict[str, Pin], str]
+"""Name -> the word about it, names taken away included; and what is wrong with one that cannot be read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pins:
     names: Mapping[CheckpointName, tuple[str, ...]] = field(default_factory=dict)
@@ -109,8 +113,7 @@ def _taken_away(pin: Pin | None, name: CheckpointName) -> bool:
     return until is not None and name.step <= until.step and name.token <= until.token
 
 
-def pins_by_hand(run: RunDir) -> tuple[dict[str, Pin], str]:
-    """Name -> its file, names taken away included; and what is wrong with one that cannot be read."""
+def pins_by_hand(run: RunDir) -> ByHand:
     found, problem = {}, ""
     for path in sorted(run.pins.iterdir()) if run.pins.is_dir() else ():
         label = path.name.removesuffix(_SUFFIX)

@@ -23,11 +23,11 @@ def try_upkeep(run: RunDir) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def try_lock(path: Path) -> Iterator[bool]:
-    """True while the lock at `path` is ours."""
+def try_lock(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """True while the lock at `path` is ours; `wait` for whoever has it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.FILE_MODE)
     try:
-        ours = _locked(fd)
+        ours = _locked(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         if ours:
             os.ftruncate(fd, 0)
             os.pwrite(fd, str(os.getpid()).encode(), 0)  # for the message of whoever comes second
@@ -36,14 +36,21 @@ def try_lock(path: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _locked(fd: int) -> bool:
+def _locked(fd: int, how: int) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, how)
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
         return False
     return True
+
+
+@contextlib.contextmanager
+def await_upkeep(run: RunDir) -> Iterator[None]:
+    """For a pull: nothing that it has just brought is deleted before the rest is there."""
+    with try_lock(run.upkeep_lock, wait=True):
+        yield
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from perdure.training import events
-from perdure.training.checkpoint import catalog, facts, lineage, pins, retention
+from perdure.training.checkpoint import catalog, facts, lineage, retention
 from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.pins import Pins
 from perdure.training.checkpoint.run_info import read_run_info
@@ -29,6 +29,7 @@ from perdure.training.store_settings import NEED_THAW
 from perdure.training.tier_settings import TierSection
 from perdure.training.travel.contents import Contents, contents, list_remote, read_remote_fact
 from perdure.training.travel.fence import check_same_run
+from perdure.training.travel.pins import all_pins, push_pins
 from perdure.training.travel.places import Remote, Tier
 from perdure.training.travel.pull import pull
 from perdure.training.travel.push import push
@@ -82,7 +83,7 @@ def survey(run: RunDir, remotes: Sequence[Remote]) -> Survey:
         listed.setdefault(one.name, one)
     tiers = [remote for remote in remotes if isinstance(remote, Tier) and remote.word in there]
     said = {tier.word: {one.name: facts.read_fact(run, one.name, tier.word) for one in here} for tier in tiers}
-    pinned = pins.read_pins(run, listed.values())
+    pinned = all_pins(run, listed.values(), [found.pins for found in there.values()])
     steps: list[Step] = []
     for tier in tiers:
         rotten = {name for name, fact in said[tier.word].items() if fact is not None and fact.result == "damaged"}
@@ -202,6 +203,9 @@ class _Archive:
     def go(self) -> Done:
         for word, name in self.found.known:
             self.adopt(self.remotes[word], name)
+        for remote in self.remotes.values():
+            if isinstance(remote, Tier) and remote.word not in self.done.problems:
+                self.push_pins(remote)
         for step in self.found.steps:
             if step.tier in self.done.problems:
                 continue
@@ -217,6 +221,15 @@ class _Archive:
                 events.record(self.run, "archive_failed", **told, error=str(error)[:1000])
         self.done.thawed = refresh(self.run, [remote.copies for remote in self.remotes.values()])
         return self.done
+
+    def push_pins(self, tier: Tier) -> None:
+        """Also where nothing is to be copied."""
+        try:
+            push_pins(self.run, tier.store)
+        except StoreConflict:
+            raise
+        except StoreError as error:
+            self.done.problems[tier.word] = str(error)
 
     def adopt(self, tier: Remote, name: CheckpointName) -> None:
         """Another machine archived it: the fact beside that copy is the checker's."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -10,6 +10,7 @@ from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.facts import MAX_FACT, Fact
 from perdure.training.checkpoint.lineage import LaunchRecord
 from perdure.training.checkpoint.manifest import Manifest
+from perdure.training.checkpoint.pins import ByHand
 from perdure.training.checkpoint.run_info import RunInfo
 from perdure.training.errors import CheckpointDamaged, ObjectNotFound, ObjectTooLarge
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
@@ -17,6 +18,7 @@ from perdure.training.storage.parallel import in_order
 from perdure.training.storage.store import ObjectInfo, ObjectStore
 from perdure.training.travel.copies import Stored, read_manifest
 from perdure.training.travel.fence import read_remote_launch, remote_run_info, remote_tokens
+from perdure.training.travel.pins import remote_pins
 from perdure.training.travel.push import CHECK_KEY
 
 WIDTH = 4
@@ -32,6 +34,7 @@ class Contents:
     """Committed ones, by step and token."""
     objects: tuple[ObjectInfo, ...] = ()
     """All that lies among the checkpoints."""
+    pins: ByHand = field(default_factory=lambda: ({}, ""))
     unreadable: tuple[int, ...] = ()
     """Tokens whose launch records are damaged."""
 
@@ -63,6 +66,7 @@ def contents(store: ObjectStore) -> Contents:
         launches=known,
         checkpoints=tuple(committed_among(objects)),
         objects=objects,
+        pins=remote_pins(store),
         unreadable=tuple(token for token in records if token not in known),
     )
 

@@ -10,7 +10,6 @@ from perdure.training.checkpoint.catalog import Listed, strays
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.lineage import LaunchRecord, follow, read_launches
 from perdure.training.checkpoint.manifest import Manifest
-from perdure.training.checkpoint.pins import Pins, milestones, pins_by_hand
 from perdure.training.checkpoint.retention import Plan, plan
 from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.errors import StoreConflict, StoreError
@@ -20,6 +19,7 @@ from perdure.training.storage.parallel import in_order
 from perdure.training.storage.store import ObjectInfo, ObjectStore
 from perdure.training.travel.contents import WIDTH, Contents, contents, list_remote, read_remote_fact
 from perdure.training.travel.fence import check_same_run
+from perdure.training.travel.pins import all_pins
 from perdure.training.travel.push import ABANDONED_SECS, CHECK_KEY
 
 ORPHAN_SECS = 86400.0
@@ -71,7 +71,7 @@ def survey(run: RunDir, store: ObjectStore, place: str, settings: RetentionSecti
     folders = folders_of(there.objects)
     listed = _listed(store, place, there.checkpoints, folders, launches, ours.id)
     tokens = {*range(1, max(launches, default=0) + 1), *(name.token for name in there.checkpoints)}
-    pins = read_pins(run, listed)
+    pins = all_pins(run, listed, [there.pins])
     decided = plan(listed, settings, stored=False, pins=pins, history_known=tokens <= set(launches))
     manifests = {one.name: one.manifest for one in listed}
     return Survey(
@@ -87,11 +87,6 @@ def _abandoned(store: ObjectStore) -> int:
     with contextlib.suppress(StoreError):  # a key that may not list them, or a server that cannot
         return sum(one.age_secs >= ABANDONED_SECS for one in store.list_uploads(RunDir.CHECKPOINTS_KEY))
     return 0
-
-
-def read_pins(run: RunDir, listed: Iterable[Listed]) -> Pins:
-    known, problem = pins_by_hand(run)
-    return Pins(names=milestones(known, listed), problem=problem)
 
 
 def _launches(run: RunDir, store: ObjectStore, there: Contents) -> dict[int, LaunchRecord]:

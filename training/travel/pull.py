@@ -17,6 +17,7 @@ from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore, StoreSettings
 from perdure.training.travel.copies import Stored
 from perdure.training.travel.copy_in import CopyIn, PullProgress
+from perdure.training.travel.pins import adopt_pins
 from perdure.training.travel.sources import Sources, look
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class _Pull:
         raise CheckpointNotFound(f"{self._where} holds run {found.info.id}, but no checkpoint of it yet")
 
     def _write_run(self, found: Sources) -> None:
-        """Launch records, then run.json; from here on this is the run."""
+        """Launch records and milestones, then run.json; from here on this is the run."""
         files.make_dirs(self._run.checkpoints)
         ours = read_launches(self._run)
         for token, record in found.launches.items():
@@ -140,6 +141,11 @@ class _Pull:
                     f"{self._run.root}: launch {token} is {ours[token].host}'s here and {record.host}'s in {self._where}",
                     "pull into a new directory",
                 )
+        for _, there in found.there:
+            pins, problem = there.pins
+            adopt_pins(self._run, pins)
+            if problem:
+                self._report(f"{problem}; it was passed over")
         files.create_exclusively(self._run.run_json, msgspec.json.encode(self._as_reached(found.info)))
 
     def _as_reached(self, info: RunInfo) -> RunInfo:

@@ -26,6 +26,7 @@ from perdure.training.travel import copies
 from perdure.training.travel.digest import Check, Proof
 from perdure.training.travel.fence import claim_run, record_launch
 from perdure.training.travel.mark import going
+from perdure.training.travel.pins import push_pins
 
 CHECK_KEY = "check.json"
 ABANDONED_SECS = 7 * 86400
@@ -89,6 +90,7 @@ class _Push:
         with self._opened() as reader:
             claim_run(self._run, self._store)
             self._put_launches()
+            push_pins(self._run, self._store)
             base = reader.base
             wanted = [reader] if base is None or self._is_pushed(base) else [base, reader]
             self._total = 2 * sum(record.bytes for one in wanted for record in one.manifest.files)

@@ -23,7 +23,8 @@ from perdure.training.storage.store import ObjectStore
 from perdure.training.travel import mark
 from perdure.training.travel.contents import committed_among, list_remote, read_remote_fact
 from perdure.training.travel.fence import record_launch
-from perdure.training.travel.prune import Files, Leftover, Survey, folders_of, ours_among, read_pins
+from perdure.training.travel.pins import all_pins, remote_pins
+from perdure.training.travel.prune import Files, Leftover, Survey, folders_of, ours_among
 from perdure.training.travel.push import ABANDONED_SECS
 
 _MOST, _MOST_FILES = 100, 20_000
@@ -158,7 +159,7 @@ class _Sweep:
         now = {one.name: one.manifest for one in self.read([name for name in there if name not in self.bases])}
         self.bases |= {name: base_of(found) for name, found in now.items()}
         needed = {base: name for name in there if (base := self.bases[name]) is not None}
-        pins, spared = read_pins(self.run, ()), dict[CheckpointName, str]()
+        pins, spared = all_pins(self.run, (), [remote_pins(self.store)]), dict[CheckpointName, str]()
         for victim in victims:  # an increment comes before its base
             reason = pins.problem or _pinned(pins.names.get(victim.name, ())) or _needed(needed.get(victim.name))
             if self.anchor is not None and self.anchor not in there:
