@@ -4,13 +4,16 @@ disturbed, and what they have in common is stored once."""
 import json
 import shutil
 import signal
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import Direct, Run, children, kill, wait_until
 from torch import nn
 
+from perdure.training.checkpoint import manifest
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder
 from perdure.training.engine.export import reading, state_dicts
@@ -38,10 +41,10 @@ def tracing(run: Run) -> str:
     return f"launch.env.TINY_trace={run.toml.parent}/trace"
 
 
-def surviving(run: Run) -> dict[tuple[int, int], str]:
+def surviving(run: Run, ranks: int = 2) -> dict[tuple[int, int], str]:
     """The last line of each step of each rank: the earlier ones were rolled back."""
     found = {}
-    for rank in range(2):
+    for rank in range(ranks):
         for line in (run.toml.parent / f"trace-{rank}").read_text().splitlines():
             found[(rank, json.loads(line)["step"])] = line
     return found
@@ -181,3 +184,47 @@ def test_fsdp2_ends_bit_identical_after_all_ranks_and_the_agent_are_killed(fsdp2
     assert "save_failed" not in run.kinds()
     assert run.digest() == fsdp2.run.digest()
     assert surviving(run) == fsdp2.trace
+
+
+def train_with(run: Run, processes: int, until: int) -> None:
+    """A launch with so many ranks, which `until` ends at a checkpoint."""
+    direct = Direct(run)
+    settings = [tracing(run), f"launch.processes={processes}", "launch.launcher=torchrun"]
+    trainer = direct.launch(settings, lease=until, replan=True)
+    wait_until(lambda: until in [name.step for name in run.committed()] or not trainer.is_alive(), f"step {until}", 90)
+    end = direct.end()
+    assert end.reason in ("stopped", "complete"), end
+
+
+def test_fsdp2_goes_on_with_four_ranks_and_then_with_one(fsdp2: Reference, tmp_path: Path) -> None:
+    shutil.copytree(fsdp2.run.toml.parent, tmp_path / "fsdp2")
+    run = Run(tmp_path / "fsdp2" / "run.toml", "params.kind=fsdp2", "params.name_at=8")
+    for name in run.committed():
+        if name.step > 12:
+            shutil.rmtree(run.dir.checkpoint(name))
+    with pytest.raises(ConfigError, match="processes: 2 -> 4"):
+        Direct(run).launch(["launch.processes=4"])
+    train_with(run, 4, 18)
+    train_with(run, 1, 24)
+
+    four, one = run.committed()[-2:]
+    manifests = [manifest.read(run.dir.checkpoint(name)) for name in (four, one)]
+    assert [(len(found.files) // 2, found.exact) for found in manifests] == [(4, False), (1, False)]
+    assert any("step 18: processes: 4 -> 1" in reason for reason in manifests[1].exact_reasons)
+    assert [found.data["tokens"] for found in manifests] == [18 * 8 - 6, 24 * 8 - 9], "of all ranks that there were"
+    lines, losses, undisturbed = surviving(run, 4), [], []
+    for step in range(12, 24):
+        had = [json.loads(lines[(rank, step)]) for rank in range(4 if step < 18 else 1)]
+        wanted = [json.loads(fsdp2.trace[(rank, step)]) for rank in (0, 1)]
+        assert indices_of(had) == indices_of(wanted), "the same samples in every global batch"
+        losses.append(mean_loss(had))
+        undisturbed.append(mean_loss(wanted))
+    assert abs(statistics.mean(losses) - statistics.mean(undisturbed)) < 0.005, "at 0.02: the noise is another, the weights not"
+
+
+def indices_of(ranks: list[dict[str, Any]]) -> list[int]:
+    return sorted(index for rank in ranks for index in rank["indices"])
+
+
+def mean_loss(ranks: list[dict[str, Any]]) -> float:
+    return statistics.mean(float.fromhex(rank["loss"]) for rank in ranks)

@@ -165,7 +165,6 @@ def test_loaded_tensors_are_compared_with_the_manifest() -> None:
     tracked = made()
     digests = {leaf.path: digest(leaf.value) for leaf in collect(tracked) if isinstance(leaf.value, torch.Tensor)}
     check_after_load(tracked, 3, digests)
-    check_after_load(tracked, 3, {path: value.hex() for path, value in digests.items()})
     with torch.no_grad():
         tracked["model"].weight[0, 0] += 1e-3
     with pytest.raises(CheckpointDamaged, match="step 3: model/weight differs"):

@@ -3,7 +3,7 @@ there. A path is a piece's by its name alone; pieces of one tensor tile it, or i
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,11 +56,45 @@ class Whole(NamedTuple):
 
     def read(self, reader: CheckpointReader) -> memoryview:
         """All bytes, in C order. Raises CheckpointDamaged naming the piece that is."""
-        out = np.empty((*self.shape, ITEM_SIZES[self.dtype]), np.uint8)
-        for rank, entry, offsets in self.pieces:
-            place = tuple(slice(start, start + size) for start, size in zip(offsets, entry.shape, strict=True))
-            out[place] = np.frombuffer(reader.read(entry.path, rank), np.uint8).reshape(*entry.shape, -1)
+        return self.read_part(reader, (0,) * len(self.shape), self.shape)
+
+    def read_part(self, reader: CheckpointReader, offsets: Sequence[int], shape: Sequence[int]) -> memoryview:
+        """Bytes of the part of this shape that begins there; of the packs only the blobs with rows of it are read."""
+        if not self.shape:
+            [piece] = self.pieces
+            return reader.read(piece.entry.path, piece.rank)
+        out = np.empty((*shape, ITEM_SIZES[self.dtype]), np.uint8)
+        for piece in self.pieces:
+            starts = [max(pair) for pair in zip(offsets, piece.offsets, strict=True)]
+            ends = [min(pair) for pair in zip(_ends(offsets, shape), _ends(piece.offsets, piece.entry.shape), strict=True)]
+            if all(start < end for start, end in zip(starts, ends, strict=True)):
+                rows = _rows(reader, piece, starts[0] - piece.offsets[0], ends[0] - piece.offsets[0])
+                out[_slices(starts, ends, offsets)] = rows[_slices(starts, ends, (starts[0], *piece.offsets[1:]))]
         return out.reshape(-1).data
+
+
+def _ends(offsets: Sequence[int], shape: Sequence[int]) -> list[int]:
+    return [start + size for start, size in zip(offsets, shape, strict=True)]
+
+
+def _slices(starts: Sequence[int], ends: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    """What lies between these, in a box that begins at `origin`."""
+    return tuple(slice(start - zero, end - zero) for start, end, zero in zip(starts, ends, origin, strict=True))
+
+
+def _rows(reader: CheckpointReader, piece: Piece, first: int, end: int) -> np.ndarray[Any, Any]:
+    """Rows `first` to `end` of a piece, the last dimension that of an item's bytes."""
+    entry = piece.entry
+    row = entry.nbytes // entry.shape[0]
+    found: list[np.ndarray[Any, Any]] = []
+    at = begin = 0
+    for number, blob in enumerate(entry.blobs):
+        if at < end * row and at + blob.raw > first * row:
+            begin = begin if found else at
+            found.append(np.frombuffer(reader.blob(entry, number, piece.rank), np.uint8))
+        at += blob.raw
+    data = found[0] if len(found) == 1 else np.concatenate(found)
+    return data[first * row - begin : end * row - begin].reshape(end - first, *entry.shape[1:], ITEM_SIZES[entry.dtype])
 
 
 def alone(rank: int, entry: IndexEntry) -> Whole:

@@ -107,9 +107,15 @@ class ResumableSampler(Sampler[int]):
             raise ConfigError(
                 f"ResumableSampler: rank {rank} of {world}, batch_size {batch_size}, {self.length} samples is impossible"
             )
-        if not drop_last and 0 < self.length % self.global_batch < world:
-            last = self.length % self.global_batch
-            raise ConfigError(f"ResumableSampler: the last {last} samples do not reach {world} ranks", "set drop_last=True")
+        self._check_last_batch()
+
+    def _check_last_batch(self) -> None:
+        last = (self.length - self.samples) % self.global_batch
+        if not self.drop_last and 0 < last < self.world:
+            raise ConfigError(
+                f"ResumableSampler: the last {last} samples of the epoch do not reach {self.world} ranks",
+                "set drop_last=True, or take another batch_size",
+            )
 
     @property
     def global_batch(self) -> int:
@@ -187,6 +193,7 @@ class ResumableSampler(Sampler[int]):
             if state[key] != getattr(self, key):
                 raise ConfigError(f"the data's {key} was {state[key]!r} in the checkpoint, is {getattr(self, key)!r} now")
         self.epoch, self.samples, self.exhausted = int(state["epoch"]), int(state["samples"]), False
+        self._check_last_batch()
 
 
 class _Indices(Iterator[int]):

@@ -24,18 +24,17 @@ _STATEFUL = (LRScheduler, torch.amp.GradScaler, torch.optim.Optimizer)
 _STRICT = ("module", "optimizer", "scheduler", "scaler")
 
 
-def check_after_load(tracked: Tracked, step: int, digests: Mapping[str, bytes | str], *, replan: bool = False) -> None:
-    """The loaded tensors, collected again, are bit for bit those of the manifest. Raises CheckpointDamaged naming the first."""
+def check_after_load(tracked: Tracked, step: int, digests: Mapping[str, bytes | None], *, replan: bool = False) -> None:
+    """The loaded tensors, collected again, are bit for bit those of the manifest. Raises CheckpointDamaged naming the first.
+    Those that were cut otherwise there are left out: `digests` has None for what is in pieces there, and no others' pieces."""
     strict = {name for name, obj in tracked.items() if kind_of(obj) in _STRICT}
     for leaf in collect(tracked):
         owner = leaf.path.partition("/")[0]
         if leaf.kind != "tensor" or owner not in strict or not isinstance(leaf.value, torch.Tensor):
             continue
-        stored = digests.get(leaf.path)
-        if stored is None and (replan or is_piece(leaf.path)):
-            continue  # a piece that was cut otherwise
-        found = tensor_digest(leaf.value)
-        if stored is None or found != (bytes.fromhex(stored) if isinstance(stored, str) else bytes(stored)):
+        missing = None if replan or is_piece(leaf.path) else b""
+        stored = digests.get(leaf.path, missing)
+        if stored is not None and tensor_digest(leaf.value) != stored:
             raise CheckpointDamaged(
                 f"step {step}: {leaf.path} differs from the checkpoint after loading: something changed it on the way",
                 part=leaf.path,
@@ -220,6 +219,16 @@ def _untracked_copies(tracked: Tracked) -> Iterator[str]:
             own = [tuple(parameter.shape) for parameter in parameters]
             if own and own in shapes and not any(id(parameter) in ours for parameter in parameters):
                 yield type(obj).__qualname__
+
+
+def changed_batches(old: Mapping[str, Any], tracked: Tracked) -> list[str]:  # Any: plain JSON values
+    """Global batches of another size than the manifest's data says, in words: nothing is done about the learning rate."""
+    changes = []
+    for name, position in data_position(tracked).items():
+        was, now = (one.get("global_batch") if isinstance(one, Mapping) else None for one in (old.get(name), position))
+        if was and now and was != now:
+            changes.append(f"{name}: global batch {was} -> {now}, the learning rate is not scaled")
+    return changes
 
 
 def data_position(tracked: Tracked) -> dict[str, Any]:  # Any: plain JSON values

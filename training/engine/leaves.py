@@ -2,7 +2,6 @@
 
 Containers and scalars stay in the plain value; a tensor or array is replaced by a reference to a leaf of its own."""
 
-import contextlib
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch
 from perdure.training.checkpoint.pieces import piece_path
 from perdure.training.checkpoint.plain import pack_plain
 from perdure.training.checkpoint.room import ALIGNMENT
-from perdure.training.engine.shards import is_sharded, local, place_of, with_layout
+from perdure.training.engine.shards import Place, is_sharded, local, place_of, with_layout
 from perdure.training.errors import CheckpointDamaged, PerdureError
 
 if TYPE_CHECKING:
@@ -82,6 +81,8 @@ class LoadedLeaf:
 
 Read = Callable[[str], LoadedLeaf]
 """Gives the leaf at a path, or the tensor that leaves are pieces of; raises KeyError where the checkpoint has none."""
+ReadPart = Callable[[str, tuple[int, ...], Place], LoadedLeaf | None]
+"""Gives the part at a place of the tensor of this shape; None where that has another; raises KeyError as `Read` does."""
 
 
 def escape(key: str) -> str:
@@ -191,9 +192,10 @@ class Encoder:
 class Decoder:
     """The way back, for one tracked object: references are read where they stand."""
 
-    def __init__(self, root: str, read: Read) -> None:
+    def __init__(self, root: str, read: Read, read_part: ReadPart | None = None) -> None:
+        """`read_part`: needed where live values are DTensors."""
         self.root = root
-        self._read = read
+        self._read, self._read_part = read, read_part
         self._like: DTensor | None = None
 
     def decode_as(self, value: Any, like: Any) -> Any:  # Any: plain values in, user state out; a live value
@@ -205,25 +207,15 @@ class Decoder:
             self._like = None
 
     def tensor(self, relative: str) -> torch.Tensor:
-        if self._like is not None:
-            return self._sharded(f"{self.root}/{relative}", self._like)
-        return self._whole(f"{self.root}/{relative}")
-
-    def _sharded(self, path: str, like: "DTensor") -> torch.Tensor:
-        place = place_of(like, path)
-        with contextlib.suppress(KeyError):
-            piece = self._read(piece_path(path, place.offsets)).tensor(path)
-            if piece.shape == place.shape:
-                return with_layout(piece, like)
-        whole = self._whole(path)  # it was cut elsewhere, or not at all
-        return with_layout(whole[place.slices].clone(), like) if whole.shape == like.shape else whole
-
-    def _whole(self, path: str) -> torch.Tensor:
+        path, like = f"{self.root}/{relative}", self._like
         try:
-            leaf = self._read(path)
+            if like is not None and self._read_part is not None:
+                part = self._read_part(path, tuple(like.shape), place_of(like, path))
+                if part is not None:
+                    return with_layout(part.tensor(path), like)
+            return self._read(path).tensor(path)
         except KeyError:
             raise CheckpointDamaged(f"{path} is named in {self.root} but is not in the checkpoint", part=path) from None
-        return leaf.tensor(path)
 
     def decode(self, value: Any) -> Any:  # Any: plain values in, user state out
         kind = type(value)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import blake3
 import numpy as np
 import torch
 
@@ -75,6 +76,16 @@ def load_rng(read: Read, generators: Generators = _NONE, *, tolerant: bool = Fal
     return []
 
 
+def seed_rng(material: bytes | memoryview, rank: int, generators: Generators = _NONE) -> None:
+    """For a rank that the checkpoint has no generators of: seeds that follow from those it has and from the rank."""
+    seeds = random.Random(blake3.blake3(material).digest() + rank.to_bytes(4, "little"))
+    random.seed(seeds.getrandbits(64))
+    np.random.seed(seeds.getrandbits(32))
+    torch.manual_seed(seeds.getrandbits(63))  # of the devices too
+    for _, generator in sorted(generators.items()):
+        _seed(generator, seeds.getrandbits(32))
+
+
 @contextlib.contextmanager
 def preserving(generators: Generators = _NONE) -> Iterator[None]:
     """Whatever is drawn inside, every generator leaves as it came: evaluation and logging cannot change the training."""
@@ -108,6 +119,15 @@ def _get(generator: Any) -> Any:  # Any: a generator -> its plain state
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     return generator.bit_generator.state
+
+
+def _seed(generator: Any, seed: int) -> None:  # Any: a generator
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, (random.Random, np.random.RandomState)):
+        generator.seed(seed)
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
 
 
 def _set(generator: Any, state: Any) -> None:  # Any: a generator and its plain state

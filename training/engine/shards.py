@@ -18,10 +18,6 @@ class Place(NamedTuple):
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.shape, strict=True))
-
 
 _PLACES: dict[Any, Place] = {}  # Any: shape, mesh and placements
 """Known ones: to work one out takes longer than all else that is done to a tensor."""
@@ -45,7 +41,10 @@ def place_of(tensor: "DTensor", path: str) -> Place:
         if any(placement.is_partial() for placement in tensor.placements):
             raise PerdureError(f"{path} is a DTensor of partial sums", "redistribute it before it is saved")
         [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        known = _PLACES[key] = Place(tuple(chunk.offsets), tuple(chunk.sizes))
+        known = Place(tuple(chunk.offsets), tuple(chunk.sizes))
+        if known.shape != tuple(local(tensor).shape):
+            raise PerdureError(f"{path} is a DTensor of which ranks have no single piece", "lay it out in another way")
+        _PLACES[key] = known
     return known
 
 

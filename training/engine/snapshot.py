@@ -3,27 +3,26 @@
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from perdure.training.checkpoint.pack import IndexEntry
-from perdure.training.checkpoint.pieces import is_piece, wholes
+from perdure.training.checkpoint.pieces import is_piece
 from perdure.training.checkpoint.plain import unpack_plain
-from perdure.training.checkpoint.readahead import ReadAhead
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.config import changed_settings
 from perdure.training.engine import audit, environment, invariants
-from perdure.training.engine.leaves import Leaf, LoadedLeaf, Read, plain_leaf
+from perdure.training.engine.leaves import Leaf, plain_leaf
 from perdure.training.engine.link import Link
+from perdure.training.engine.loading import Loading, check_can_spread
 from perdure.training.engine.metrics import Metrics
 from perdure.training.engine.overlap import Overlap
 from perdure.training.engine.remembered import Memory
 from perdure.training.engine.restore import restore
-from perdure.training.engine.rng import Generators, load_rng, rng_leaves
+from perdure.training.engine.rng import RNG, Generators, load_rng, rng_leaves, seed_rng
 from perdure.training.engine.shards import meshes
 from perdure.training.engine.stage import Stager
 from perdure.training.engine.state import Tracked, collect, note_built
@@ -85,31 +84,26 @@ class Snapshots:
         return step
 
     def _load(self, name: CheckpointName) -> int:
-        threads = min(_READERS, len(os.sched_getaffinity(0)))
-        rank = self._link.rank
-        with open_checkpoint(self._run.checkpoint(name)) as reader, ReadAhead(reader, threads, rank) as ahead:
-            self._check_world(reader)
+        threads, rank = min(_READERS, len(os.sched_getaffinity(0))), self._link.rank
+        with open_checkpoint(self._run.checkpoint(name)) as reader, Loading(reader, threads, rank) as loading:
+            others = reader.ranks != int(self._link.welcome["world"])
+            if others:
+                check_can_spread(reader, self._tracked)
             self._note_exactness(reader)
-            leaves = {path: entry for path, (_, entry) in reader.state(rank).items()}
-            read = _reading(reader, leaves, ahead)
             replan = bool(self._link.welcome["replan"])
-            self._exact_reasons += restore(self._tracked, read, replan=replan)
-            own = unpack_plain(read(SESSION).data)
+            self._exact_reasons += restore(self._tracked, loading.read, loading.read_part, replan=replan)
+            own = unpack_plain(loading.read(SESSION).data)
             self._skipped = int(own["skipped"])
             self._metrics.load_state_dict(own["metrics"])
-            digests = {path: entry.digest for path, entry in leaves.items()}
-            invariants.check_after_load(self._tracked, name.step, digests, replan=replan)
-            tolerant = self._link.welcome["exact"] == "prefer" and bool(self._exact_reasons)
-            self._exact_reasons += load_rng(read, self._generators, tolerant=tolerant)
+            if others:
+                self._metrics.tokens = int(reader.manifest.data["tokens"]) if rank == 0 else 0
+            invariants.check_after_load(self._tracked, name.step, loading.digests, replan=replan)
+            tolerant = others or (self._link.welcome["exact"] == "prefer" and bool(self._exact_reasons))
+            if loading.is_new:
+                seed_rng(loading.read(RNG).data, rank, self._generators)
+            else:
+                self._exact_reasons += load_rng(loading.read, self._generators, tolerant=tolerant)
         return int(own["step"])
-
-    def _check_world(self, reader: CheckpointReader) -> None:
-        world = int(self._link.welcome["world"])
-        if reader.ranks != world:
-            raise ConfigError(
-                f"the checkpoint {reader.manifest.name} is of {reader.ranks} ranks, launch.processes is {world} now",
-                f"set launch.processes = {reader.ranks}",
-            )
 
     def _note_exactness(self, reader: CheckpointReader) -> None:
         old = reader.manifest
@@ -118,6 +112,7 @@ class Snapshots:
             environment.require_same(old.environment, self._environment)
         if self._link.welcome["replan"]:
             changed = changed_settings(old.config, self._link.welcome["trajectory"])
+            changed += invariants.changed_batches(old.data, self._tracked)
             found += [f"re-planned at step {old.step}: {change}" for change in changed]
         self._exact_reasons = [*old.exact_reasons, *found]
         if found:
@@ -213,15 +208,3 @@ def _no_garbage_collection() -> Iterator[None]:
 def _size(tracked: Tracked) -> tuple[int, ...]:
     """Parameters that each optimizer has state for: cheap to ask after every step."""
     return tuple(len(obj.state) for obj in tracked.values() if isinstance(obj, torch.optim.Optimizer)) or (1,)
-
-
-def _reading(reader: CheckpointReader, leaves: Mapping[str, IndexEntry], ahead: ReadAhead) -> Read:
-    whole = wholes(reader)
-
-    def read(path: str) -> LoadedLeaf:
-        if path in whole:
-            return LoadedLeaf("tensor", whole[path].dtype, whole[path].shape, whole[path].read(reader))
-        entry = leaves[path]
-        return LoadedLeaf(entry.kind, entry.dtype, tuple(entry.shape), ahead.read(path))
-
-    return read

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 from perdure.training import Session
 from perdure.training.engine.data import ResumableLoader
 
-ITEMS, BATCH = 61, 4
-"""The last global batch of an epoch is of 5: two items for one rank, three for the other."""
+ITEMS, BATCH = 61, 8
+"""Of all ranks together. The last one of an epoch is of 5: two items for one rank, three for the other."""
 
 
 class Items(Dataset[tuple[int, torch.Tensor]]):
@@ -48,7 +48,9 @@ def train(session: Session) -> None:
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=session.total_steps + 1)
-    loader = ResumableLoader(Items(), seed=3, batch_size=BATCH, rank=session.rank, world=session.world_size)
+    loader = ResumableLoader(
+        Items(), seed=3, batch_size=BATCH // session.world_size, rank=session.rank, world=session.world_size
+    )
     session.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
     batches = loader.forever()
     for step in session.steps():
