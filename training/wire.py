@@ -20,7 +20,7 @@ class Wire:
         self.fds: list[int] = []
 
     def send(self, message: Message, fds: tuple[int, ...] = ()) -> bool:
-        """False when the peer is gone."""
+        """False when the peer is gone; what it said before is still there to be received."""
         data = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         try:
             self.socket.setblocking(True)
@@ -28,7 +28,6 @@ class Wire:
             while sent < len(data):
                 sent += self.socket.send(data[sent:])
         except (BrokenPipeError, ConnectionResetError):
-            self.closed = True
             return False
         return True
 

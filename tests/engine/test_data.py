@@ -137,9 +137,13 @@ def test_other_numbers_of_ranks_share_the_same_global_batches(length: int) -> No
 
 
 def test_ranks_that_would_get_nothing_of_the_last_batch_are_refused() -> None:
-    with pytest.raises(ConfigError, match="the last 2 samples do not reach 4 ranks"):
+    with pytest.raises(ConfigError, match="the last 2 samples of the epoch do not reach 4 ranks"):
         ResumableSampler(66, seed=1, rank=0, world=4, batch_size=2)
     assert len(ResumableSampler(66, seed=1, rank=3, world=4, batch_size=2, drop_last=True)) == 16
+    before = ResumableSampler(66, seed=1, rank=0, world=1, batch_size=3)
+    before.consumed(4)
+    with pytest.raises(ConfigError, match="the last 2 samples of the epoch do not reach 4 ranks"):
+        ResumableSampler(66, seed=1, rank=0, world=4, batch_size=13).load_state_dict(before.state_dict())
 
 
 def test_micro_batches_are_counted_not_optimizer_steps() -> None:

@@ -169,5 +169,5 @@ def test_what_belongs_to_single_ranks_is_refused_by_name(tmp_path: Path) -> None
     commit(RunDir(tmp_path), "two", mine=PerRank(), same=torch.nn.Linear(1, 1))
     with opened(RunDir(tmp_path), 0) as (reader, _):
         tracked = {"mine": PerRank(), "same": nn.Linear(1, 1), "data": StatefulDataLoader([1, 2])}
-        with pytest.raises(ConfigError, match=r"each has its own state of mine, data.*launch.processes = 2"):
+        with pytest.raises(ConfigError, match=r"each has its own state of mine, data"):
             check_can_spread(reader, tracked)
