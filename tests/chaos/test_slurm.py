@@ -1,0 +1,53 @@
+"""A run under the sbatch script on a real Slurm: warned, requeued, cancelled and submitted again, it ends with the bits of an
+undisturbed one."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+from conftest import free_port
+from harness import Direct, Run, copy_tiny, wait_until
+
+SCRIPT = Path(__file__).parents[2] / "deployments/slurm/perdure.sbatch"
+pytestmark = [pytest.mark.chaos, pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing())]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Cluster]:
+    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm"), free_port) as found:
+        found.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        yield found
+
+
+def test_a_job_that_is_warned_is_requeued_and_goes_on_to_the_same_bits(slurm: slurm_cluster.Cluster, tmp_path: Path) -> None:
+    reference = Run(copy_tiny(tmp_path / "reference"), "store.url=''")
+    assert Direct(reference).train_to_end().reason == "complete"
+
+    run = Run(copy_tiny(tmp_path / "tiny"), "store.url=''", "params.sleep=0.2")
+    log = tmp_path / "job.log"
+    settings = [part for text in run.settings for part in ("--set", text)]
+    command = ["--cpus-per-task=1", f"--output={log}", str(SCRIPT), str(run.toml), *settings]
+    job = slurm.submit(*command)
+    wait_until(lambda: run.step() >= 7, "step 7")
+    slurm.call("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@180 sends
+    wait_until(lambda: slurm.job(job).get("Restarts") == "1", "requeued")
+    saved = run.committed()[-1].step
+    assert saved >= 7
+    assert not run.processes()
+
+    wait_until(lambda: run.step() >= saved + 5, "trains again")
+    assert slurm.job(job)["Restarts"] == "1", "once"
+    slurm.call("scancel", job)
+    wait_until(lambda: slurm.job(job)["JobState"] == "CANCELLED", "cancelled")
+    assert run.committed()[-1].step >= saved + 5, "the grace of a scancel is enough to save"
+    assert not run.processes()
+
+    job = slurm.submit(*command)
+    wait_until(lambda: slurm.job(job)["JobState"] == "COMPLETED", "complete")
+    assert run.digest() == reference.digest()
+    text = log.read_text()
+    assert text.count("starting a local Prefect server") == 3, "the output of all lives"
+    assert "is finished: step 40" in text
