@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from perdure.training.travel import sweep
 
 _COUNTS = {
-    "keep_last": "the newest N",
+    "keep_last": "the newest N, or `all`",
     "keep_every": "those whose step is a multiple of N",
     "keep_hourly": "the newest of each of the last N hours that have one",
     "keep_daily": "the newest of each of the last N days that have one",
@@ -38,12 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what to keep", "of the verified checkpoints (with a store: of those in it); each default is retention's of run.toml"
     )
     for key, text in _COUNTS.items():
-        group.add_argument(f"--{key.replace('_', '-')}", type=int, metavar="N", help=f"keep {text}")
+        kind = _number if key == "keep_last" else int
+        group.add_argument(f"--{key.replace('_', '-')}", type=kind, metavar="N", help=f"keep {text}")
     group.add_argument("--keep-within", metavar="AGE", help="keep those at most so much older than the newest: 36h, 7d, 2w")
     group.add_argument("--best", choices=("loss", "last", "least"), help="what --keep-best compares; default: loss (smoothed)")
     group.add_argument("--best-mode", choices=("min", "max"), help="whether the lowest or the highest is best; default: min")
     parser.add_argument("--tier", metavar="PLACE", help="prune the copies there, not here: `store`, or the name of a tier")
     parser.add_argument("--dry-run", action="store_true", help="show the plan, delete nothing")
+
+
+def _number(text: str) -> int | str:
+    return text if text == "all" else int(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -355,10 +355,20 @@ def _explain(path: Path, document: Mapping[str, Any], error: msgspec.ValidationE
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     if "enum value" in text:
-        choices = filter(None, get_args(_declared_type(key.split("."))))
+        choices = _choices(_declared_type(key.split(".")))
         return ConfigError(f"{path}: {key} = {value!r} is no choice", f"use {' or '.join(choices)}")
     shown = "..." if key.startswith("launch.env") and (isinstance(value, str) or names_a_secret(key)) else repr(value)
     return ConfigError(f"{path}: {key} = {shown}: {text[0].lower() + text[1:].replace('`', '')}", see)
+
+
+def _choices(declared: Any) -> Iterator[str]:  # Any: a type
+    for one in get_args(declared):
+        if one is int:
+            yield "a number"
+        elif isinstance(one, str) and one:
+            yield one
+        else:
+            yield from _choices(one)
 
 
 def _named(key: str, document: Mapping[str, Any]) -> str:  # Any: TOML values

@@ -11,17 +11,17 @@ _UNITS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 class RetentionSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    keep_last: int = 0
+    keep_last: int | Literal["all"] | None = None
     """The newest so many."""
-    keep_every: int = 0
+    keep_every: int | None = None
     """Those whose step is a multiple of this."""
-    keep_hourly: int = 0
+    keep_hourly: int | None = None
     """The newest of each of the last so many hours (of UTC) that have one."""
-    keep_daily: int = 0
-    keep_weekly: int = 0
+    keep_daily: int | None = None
+    keep_weekly: int | None = None
     keep_within: str = ""
     """Those at most so much older than the newest: `36h`, `7d`, `2w`, `1d12h`."""
-    keep_best: int = 0
+    keep_best: int | None = None
     """The best so many by `best`."""
     best: Literal["loss", "last", "least"] = "loss"
     """Of the loss when the checkpoint was cut: its smoothed value, that of the step, or the least until then."""
@@ -52,8 +52,9 @@ def parse_age(text: str) -> float:
 def wrong_retention(section: RetentionSection, name: str = "retention") -> Iterator[tuple[str, str]]:
     """Each setting of the table `name` that cannot be, with what to do."""
     for key in COUNTS:
-        if getattr(section, key) < 0:
-            yield f"{name}.{key} = {getattr(section, key)} is negative", "use 0 to leave it out; nothing set keeps all"
+        number = getattr(section, key)
+        if isinstance(number, int) and number < 1:
+            yield f"{name}.{key} = {number} would keep none", 'set 1 or more, or leave it out; keep_last = "all" keeps all'
     try:
         if section.keep_within and not parse_age(section.keep_within):
             yield f"{name}.keep_within = {section.keep_within!r} is no time at all", "leave it out"

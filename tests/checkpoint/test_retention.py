@@ -26,7 +26,7 @@ def listed(step: int, trust: str = "verified", base: int | None = None, *, ours:
     )  # fmt: skip
 
 
-def plan(rows: list[Listed], keep_last: int, stored: bool, *, history_known: bool = True) -> Plan:
+def plan(rows: list[Listed], keep_last: int | None, stored: bool, *, history_known: bool = True) -> Plan:
     return retention.plan(rows, RetentionSection(keep_last=keep_last), stored, history_known=history_known)
 
 
@@ -47,12 +47,11 @@ CHAIN = [listed(100), *(listed(step, base=100) for step in (110, 120, 130))]
     ("what", "keep_last", "stored", "expected"),
     [
         ("of fulls the newest two stay", 2, False, [30, 40]),
-        ("nothing goes with 0", 0, False, [10, 20, 30, 40]),
         ("more than there are", 9, False, [10, 20, 30, 40]),
         ("nothing is in the store: nothing counts, nothing goes", 1, True, [10, 20, 30, 40]),
     ],
 )
-def test_keep_last_of_fulls(what: str, keep_last: int, stored: bool, expected: list[int]) -> None:
+def test_keep_last_of_fulls(what: str, keep_last: int | None, stored: bool, expected: list[int]) -> None:
     assert kept(plan(FULLS, keep_last, stored)) == expected, what
 
 
@@ -107,7 +106,7 @@ def test_what_lies_outside_the_history_goes_only_when_the_history_is_known() -> 
     rows = [listed(10), listed(20), listed(30, "written", ours=False), listed(40, ours=False)]
     assert kept(plan(rows, 2, False)) == [10, 20]
     assert kept(plan(rows, 2, False, history_known=False)) == [10, 20, 30, 40]
-    assert kept(plan(rows, 0, False)) == [10, 20, 30, 40]
+    assert kept(plan(rows, None, False)) == [10, 20, 30, 40]
     assert reasons(plan(rows, 2, False), 40) == "outside the present history"
 
 
@@ -132,8 +131,10 @@ def _history(rng: random.Random) -> list[Listed]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.randoms(use_true_random=False), st.integers(0, 6), st.booleans(), st.booleans())
-def test_whatever_the_history_what_must_stay_stays(rng: random.Random, keep_last: int, stored: bool, known: bool) -> None:
+@given(st.randoms(use_true_random=False), st.none() | st.integers(1, 6), st.booleans(), st.booleans())
+def test_whatever_the_history_what_must_stay_stays(
+    rng: random.Random, keep_last: int | None, stored: bool, known: bool
+) -> None:
     rows = _history(rng)
     decided = plan(rows, keep_last, stored, history_known=known)
     by_name = {row.name: row for row in rows}
@@ -143,7 +144,7 @@ def test_whatever_the_history_what_must_stay_stays(rng: random.Random, keep_last
     assert {verdict.name for verdict in decided.remove} == set(by_name) - stays
     counts = ("replicated",) if stored else ("verified", "replicated")
     counted = sorted((row.name for row in rows if row.in_lineage and row.trust in counts), reverse=True)
-    assert stays >= set(counted[: keep_last or None])
+    assert stays >= set(counted[:keep_last])
     for row in rows:
         if row.name in stays:
             assert row.base is None or row.base in stays
@@ -160,7 +161,9 @@ def test_whatever_the_history_what_must_stay_stays(rng: random.Random, keep_last
 
 @settings(max_examples=100, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 6), st.booleans())
-def test_after_the_plan_was_carried_out_there_is_nothing_left_to_do(rng: random.Random, keep_last: int, stored: bool) -> None:
+def test_after_the_plan_was_carried_out_there_is_nothing_left_to_do(
+    rng: random.Random, keep_last: int | None, stored: bool
+) -> None:
     rows = _history(rng)
     stays = {verdict.name for verdict in plan(rows, keep_last, stored).keep}
     again = plan([row for row in rows if row.name in stays], keep_last, stored)

@@ -15,6 +15,7 @@ from perdure.training.checkpoint.lineage import LaunchRecord, committed, create_
 from perdure.training.checkpoint.space import make_room, shortage
 from perdure.training.checkpoint.upkeep import upkeep
 from perdure.training.checkpoint.verify import check, verify_folder
+from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName, RunDir
 
 MB = 1_000_000
@@ -105,7 +106,7 @@ def test_what_retention_keeps_stays_however_short_the_room(disk: Callable[[str],
     for step in (1, 2, 3):
         save(run, step)
     save(run, 4, proven=False)
-    assert make_room(run, keep(0), 9 * MB, stored=False) == []
+    assert make_room(run, RetentionSection(), 9 * MB, stored=False) == []
     assert make_room(run, keep(1), 9 * MB, stored=True) == [], "nothing is in the store"
     with upkeep(run):
         assert make_room(run, keep(1), 9 * MB, stored=False) == [], "somebody else is deleting"

@@ -64,9 +64,9 @@ def test_a_torn_folder_is_listed_and_swept(made: Any, command: Command) -> None:
     torn = made.run.checkpoint(CheckpointName(50, 1))
     torn.mkdir()
     (torn / "rank-00000.pack").write_bytes(b"half")
-    shown = command("prune", made.run.root, "--keep-last", "0", "--dry-run").out
+    shown = command("prune", made.run.root, "--keep-last", "all", "--dry-run").out
     assert "leftover: never committed" in shown
-    assert "deleted 0 checkpoints and 1 leftovers, 4 B freed" in command("prune", made.run.root, "--keep-last", "0").out
+    assert "deleted 0 checkpoints and 1 leftovers, 4 B freed" in command("prune", made.run.root, "--keep-last", "all").out
     assert not torn.exists()
 
 
@@ -99,9 +99,9 @@ def test_flags_take_the_place_of_the_settings_and_add_up(made: Any, command: Com
     planned = command("prune", made.toml, *section, "--keep-last", "1", "--keep-every", "20", "--dry-run", "--json").json
     assert (planned["keep_last"], planned["keep_every"]) == (1, 20)
     assert [one["action"] for one in planned["checkpoints"]] == ["keep", "keep", "keep"]
-    done = command("prune", made.toml, *section, "--keep-last", "0", "--keep-within", "36h", "--keep-every", "40")
+    done = command("prune", made.toml, *section, "--keep-last", "1", "--keep-within", "36h", "--keep-every", "40")
     assert "within 36h of the newest" in done.out
-    done = command("prune", made.toml, *section, "--keep-last", "0", "--keep-every", "40").out
+    done = command("prune", made.toml, *section, "--keep-last", "1", "--keep-every", "40").out
     assert "step is a multiple of 40" in done
     assert names(made) == ["000000000040-0001", "000000000060-0001"]
 
@@ -109,9 +109,11 @@ def test_flags_take_the_place_of_the_settings_and_add_up(made: Any, command: Com
 def test_a_flag_that_cannot_be_deletes_nothing(made: Any, command: Command) -> None:
     """Case H9."""
     stored(made, 20, 40)
-    for flags in (("--keep-last", "-1"), ("--keep-within", "7m"), ("--keep-last", "all"), ("--keep-daily", "-2")):
+    for flags in (("--keep-last", "-1"), ("--keep-last", "0"), ("--keep-within", "7m"), ("--keep-daily", "all")):
         answer = command("prune", made.run.root, *flags)
         assert (answer.code, flags[0] in answer.err) == (2, True)
+    for number in ("all", "1000000000"):
+        assert command("prune", made.run.root, "--keep-last", number).out.startswith("checkpoint")
     assert len(names(made)) == 2
 
 

@@ -95,7 +95,10 @@ WRONG = {
     "checkpoint.snapshot_every=11": "is not between 0 and the 10 steps",
     "checkpoint.full_every=7": "is not a multiple of the 10 steps",
     "checkpoint.encoding=zip": "is no choice",
-    "retention.keep_last=-1": "is negative",
+    "retention.keep_last=-1": "would keep none",
+    "retention.keep_last=0": "would keep none",
+    "retention.keep_best=0": "would keep none",
+    "retention.keep_last=many": "is no choice",
     "checkpoint.threads=0": "out of range",
     # store
     "store.url=ftp://a/b": "has an unknown scheme",
@@ -111,7 +114,7 @@ WRONG = {
     "tiers.Share.url=copies": "tiers.Share cannot be a tier's name",
     "tiers.share.url=runs/x/copies": "lie in one another",
     "tiers.share.retention.keep_lsat=1": "tiers.share.retention.keep_lsat is no setting",
-    "store.retention.keep_last=-1": "store.retention.keep_last = -1 is negative",
+    "store.retention.keep_last=-1": "store.retention.keep_last = -1 would keep none",
     "store.url=runs/x": "lie in one another",
     "store.url=runs/x/copies": "lie in one another",
     "store.url=.": "lie in one another",
@@ -223,7 +226,7 @@ def test_tiers_are_set_at_three_levels_each_with_a_retention_of_its_own(toml: Pa
     share, cold = config.tiers["share"], config.tiers["cold"]
     assert (share.every, share.takes_all, cold.milestones) == (100, False, True)
     kept = (config.store.retention.keep_last, share.retention.keep_last, cold.retention.keep_within)
-    assert kept == (5, 0, "4w")
+    assert kept == (5, None, "4w")
     assert config.retention.keeps_all
 
 
@@ -231,6 +234,7 @@ def test_unknown_setting_of_a_tier_is_told_the_nearest_one_and_the_tier(toml: Pa
     error = refusal(toml, "tiers.a.url=x", "tiers.b.url=y", "tiers.b.retention.keep_lst=3")
     assert "tiers.b.retention.keep_lst is no setting" in str(error)
     assert error.hint == "did you mean tiers.b.retention.keep_last?"
+    assert refusal(toml, "retention.keep_last=many").hint == "use a number or all"
 
 
 def test_places_may_not_lie_in_one_another_unless_they_are_other_servers(toml: Path) -> None:

@@ -4,7 +4,7 @@ add up. Nothing here knows of bases, trust or disks: retention.py does."""
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from perdure.training.checkpoint.catalog import Listed
 from perdure.training.retention_settings import RetentionSection, parse_age
@@ -33,11 +33,13 @@ class KeepAll:
 
 @dataclass(frozen=True)
 class KeepLast:
-    """The newest `number`."""
+    """The newest `number`, or all."""
 
-    number: int
+    number: int | Literal["all"]
 
     def __call__(self, counted: Sequence[Listed]) -> Kept:
+        if self.number == "all":
+            return {one.name: "all are kept" for one in counted}
         return {one.name: f"one of the newest {self.number}" for one in counted[: self.number]}
 
 
@@ -108,15 +110,15 @@ class KeepBest:
 
 def policies_of(section: RetentionSection) -> list[Policy]:
     """What the settings say; nothing set keeps all."""
-    makers: list[tuple[int, Callable[[int], Policy]]] = [
-        (section.keep_last, KeepLast),
+    makers: list[tuple[int | None, Callable[[int], Policy]]] = [
         (section.keep_every, KeepEvery),
         (section.keep_hourly, lambda number: KeepPer(number, "hour")),
         (section.keep_daily, lambda number: KeepPer(number, "day")),
         (section.keep_weekly, lambda number: KeepPer(number, "week")),
         (section.keep_best, lambda number: KeepBest(number, section.best, section.best_mode)),
     ]
-    found = [make(number) for number, make in makers if number]
+    found: list[Policy] = [KeepLast(section.keep_last)] if section.keep_last is not None else []
+    found += [make(number) for number, make in makers if number is not None]
     if section.keep_within:
         found.append(KeepWithin(parse_age(section.keep_within), section.keep_within))
     return found or [KeepAll()]
