@@ -82,19 +82,23 @@ def _slices(starts: Sequence[int], ends: Sequence[int], origin: Sequence[int]) -
     return tuple(slice(start - zero, end - zero) for start, end, zero in zip(starts, ends, origin, strict=True))
 
 
-def _rows(reader: CheckpointReader, piece: Piece, first: int, end: int) -> np.ndarray[Any, Any]:
-    """Rows `first` to `end` of a piece, the last dimension that of an item's bytes."""
-    entry = piece.entry
-    row = entry.nbytes // entry.shape[0]
-    found: list[np.ndarray[Any, Any]] = []
-    at = begin = 0
+def blobs_with(entry: IndexEntry, first: int, end: int) -> list[int]:
+    """Numbers of the blobs that hold rows `first` to `end`."""
+    row, found, at = entry.nbytes // entry.shape[0], [], 0
     for number, blob in enumerate(entry.blobs):
         if at < end * row and at + blob.raw > first * row:
-            begin = begin if found else at
-            found.append(np.frombuffer(reader.blob(entry, number, piece.rank), np.uint8))
+            found.append(number)
         at += blob.raw
+    return found
+
+
+def _rows(reader: CheckpointReader, piece: Piece, first: int, end: int) -> np.ndarray[Any, Any]:
+    """Rows `first` to `end` of a piece, the last dimension that of an item's bytes."""
+    entry, numbers = piece.entry, blobs_with(piece.entry, first, end)
+    row, before = entry.nbytes // entry.shape[0], sum(blob.raw for blob in entry.blobs[: numbers[0]])
+    found = [np.frombuffer(reader.blob(entry, number, piece.rank), np.uint8) for number in numbers]
     data = found[0] if len(found) == 1 else np.concatenate(found)
-    return data[first * row - begin : end * row - begin].reshape(end - first, *entry.shape[1:], ITEM_SIZES[entry.dtype])
+    return data[first * row - before : end * row - before].reshape(end - first, *entry.shape[1:], ITEM_SIZES[entry.dtype])
 
 
 def alone(rank: int, entry: IndexEntry) -> Whole:

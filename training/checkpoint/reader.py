@@ -172,11 +172,14 @@ class CheckpointReader:
 
     def expect(self, leaves: Iterable[tuple[int, IndexEntry]]) -> None:
         """These will be read, each with the rank in whose pack it is, about in the order of the packs."""
+        self.expect_blobs((rank, entry, number) for rank, entry in leaves for number in range(len(entry.blobs)))
+
+    def expect_blobs(self, blobs: Iterable[tuple[int, IndexEntry, int]]) -> None:
+        """As `expect`, of single blobs."""
         needed: dict[CheckpointReader, list[Extent]] = {self: []}
-        for rank, entry in leaves:
-            for number in range(len(entry.blobs)):
-                for reader, blob in self._needs(entry, number, rank):
-                    needed.setdefault(reader, []).append(Extent(reader.manifest.files[2 * rank].name, blob.offset, blob.stored))
+        for rank, entry, number in blobs:
+            for reader, blob in self._needs(entry, number, rank):
+                needed.setdefault(reader, []).append(Extent(reader.manifest.files[2 * rank].name, blob.offset, blob.stored))
         for reader, extents in needed.items():
             reader.source.expect(extents)
 

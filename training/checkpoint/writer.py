@@ -61,12 +61,13 @@ def write_checkpoint(
     with opened_base(run, run_id, name, base) as opened:
         try:
             _make_folder(folder)
-            records, entries = [], []
+            records: list[FileRecord] = []
+            entries: list[IndexEntry] = []
             for rank, snapshot in enumerate(snapshots):
-                pack, index = _write_pack(folder, rank, snapshot, _Way(encoding, threads, opened))
-                records += [pack, _write_index(folder, rank, index, pack)]
-                entries += index
-            manifest = _manifest(run_id, name, snapshots[0].about, records, entries, opened)
+                part = write_part(folder, rank, snapshot, Way(encoding, threads, opened))
+                records += part.files
+                entries += part.entries
+            manifest = make_manifest(run_id, name, snapshots[0].about, records, entries, opened)
             files.write_atomically(run.manifest(name), manifests.seal(manifest))
         except BaseException:
             _clean_up(run, name)
@@ -74,12 +75,25 @@ def write_checkpoint(
     return manifest
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """How blobs are to be encoded."""
 
     encoding: str
     threads: int
-    base: CheckpointReader | None
+    base: CheckpointReader | None = None
+
+
+class Written(NamedTuple):
+    """A rank's part: its pack and index, and what they hold."""
+
+    files: tuple[FileRecord, FileRecord]
+    entries: list[IndexEntry]
+
+
+def write_part(folder: Path, rank: int, snapshot: derive.Leaves, way: Way) -> Written:
+    """Write a rank's pack and index, each there whole or not at all, over what has their names. Raises OSError."""
+    pack, entries = _write_pack(folder, rank, snapshot, way)
+    return Written((pack, _write_index(folder, rank, entries, pack)), entries)
 
 
 def _make_folder(folder: Path) -> None:
@@ -90,7 +104,7 @@ def _make_folder(folder: Path) -> None:
         files.remove(path)
 
 
-def _write_pack(folder: Path, rank: int, snapshot: SnapshotSource, way: _Way) -> tuple[FileRecord, list[IndexEntry]]:
+def _write_pack(folder: Path, rank: int, snapshot: derive.Leaves, way: Way) -> tuple[FileRecord, list[IndexEntry]]:
     leaves = _leaves(snapshot, rank, way)
     offset = 0
     with files.PackFile(folder / rank_pack(rank)) as new:
@@ -104,7 +118,7 @@ def _write_pack(folder: Path, rank: int, snapshot: SnapshotSource, way: _Way) ->
     return FileRecord(name=rank_pack(rank), bytes=offset, digest=blobs_digest(index)), index
 
 
-def _leaves(snapshot: SnapshotSource, rank: int, way: _Way) -> list[Leaf]:
+def _leaves(snapshot: derive.Leaves, rank: int, way: Way) -> list[Leaf]:
     known = way.base.rank_entries(rank) if way.base is not None and rank < way.base.ranks else {}
     leaves = [Leaf(entry, snapshot.data(entry), None, known.get(entry.path)) for entry in snapshot.entries]
     derived = derive.find(snapshot, way.threads)
@@ -120,14 +134,15 @@ def _write_index(folder: Path, rank: int, index: list[IndexEntry], pack: FileRec
     return FileRecord(name=path.name, bytes=len(data), digest=f"blake3:{blake3.blake3(data).hexdigest()}")
 
 
-def _manifest(
+def make_manifest(
     run_id: str,
     name: CheckpointName,
     about: About,
-    records: list[FileRecord],
-    entries: list[IndexEntry],
-    base: CheckpointReader | None,
+    records: Sequence[FileRecord],
+    entries: Sequence[IndexEntry],
+    base: CheckpointReader | None = None,
 ) -> Manifest:
+    """The manifest of a checkpoint that is written: of these files, which hold these leaves."""
     told: dict[str, Any] = {field: getattr(about, field) for field in About.__struct_fields__ if field != "step"}  # Any: JSON
     bare = Manifest(
         format=FORMAT,
@@ -147,7 +162,7 @@ def _manifest(
     return manifests.parse(manifests.seal(bare), str(name))
 
 
-def _used_base(entries: list[IndexEntry], base: CheckpointReader | None) -> Base | None:
+def _used_base(entries: Sequence[IndexEntry], base: CheckpointReader | None) -> Base | None:
     """None also where nothing of the base was of use: such a checkpoint is a full."""
     transforms = {blob.layout[0] for entry in entries for blob in entry.blobs} if base is not None else set()
     if base is None or not transforms & {REFERENCE, DELTA}:
