@@ -35,11 +35,13 @@ from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 _local = threading.local()
 
 
-def _scratch(size: int) -> memoryview:
-    """Memory of this thread's own, until it asks again: stored bytes need none that is new every time."""
-    known: memoryview = getattr(_local, "scratch", memoryview(b""))
+def _scratch(size: int, use: str = "stored") -> memoryview:
+    """Memory of this thread's own, until it asks for the same use again: what is only passed through needs none that is new
+    every time."""
+    known: memoryview = getattr(_local, use, memoryview(b""))
     if len(known) < size:
-        known = _local.scratch = np.empty(size, np.uint8).data
+        known = np.empty(size, np.uint8).data
+        setattr(_local, use, known)
     return known[:size]
 
 
@@ -209,7 +211,7 @@ class CheckpointReader:
             return self._of_base(entry, number, rank, out)
         if entry.derived is not None:
             return self._derived(entry, entry.derived, number, rank, out)
-        base = self._of_base(entry, number, rank, np.empty(len(out), np.uint8).data) if blob.layout[0] == DELTA else None
+        base = self._of_base(entry, number, rank, _scratch(len(out), "base")) if blob.layout[0] == DELTA else None
         is_plain = blob.layout == (WHOLE, ((RAW, len(out)),))
         stored = out if is_plain else _scratch(blob.stored)
         count = self.source.read_into(self.manifest.files[2 * rank].name, blob.offset, stored)
@@ -233,7 +235,7 @@ class CheckpointReader:
             if derived.how == "same":
                 return self._raw(source, number, rank, out)
             for one in derived_from(derived, number, len(source.blobs)):
-                wide = self._raw(source, one, rank, np.empty(source.blobs[one].raw, np.uint8).data)
+                wide = self._raw(source, one, rank, _scratch(source.blobs[one].raw, "wide"))
                 out[at : at + len(wide) // 2] = cast(wide, entry.dtype)
                 at += len(wide) // 2
         except CheckpointDamaged as error:

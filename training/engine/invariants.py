@@ -2,6 +2,7 @@
 
 `StepWatch` knows, without asking a device, whether a session step was a whole optimizer step."""
 
+import contextlib
 import gc
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ import blake3
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from perdure.training.checkpoint.ordered import in_order
 from perdure.training.checkpoint.pack import BLOB_BYTES
 from perdure.training.checkpoint.pieces import is_piece
 from perdure.training.engine.compare import listed
@@ -24,21 +26,24 @@ _STATEFUL = (LRScheduler, torch.amp.GradScaler, torch.optim.Optimizer)
 _STRICT = ("module", "optimizer", "scheduler", "scaler")
 
 
-def check_after_load(tracked: Tracked, step: int, digests: Mapping[str, bytes | None], *, replan: bool = False) -> None:
+def check_after_load(
+    tracked: Tracked, step: int, digests: Mapping[str, bytes | None], *, threads: int, replan: bool = False
+) -> None:
     """The loaded tensors, collected again, are bit for bit those of the manifest. Raises CheckpointDamaged naming the first.
     Those that were cut otherwise there are left out: `digests` has None for what is in pieces there, and no others' pieces."""
     strict = {name for name, obj in tracked.items() if kind_of(obj) in _STRICT}
-    for leaf in collect(tracked):
-        owner = leaf.path.partition("/")[0]
-        if leaf.kind != "tensor" or owner not in strict or not isinstance(leaf.value, torch.Tensor):
-            continue
-        missing = None if replan or is_piece(leaf.path) else b""
-        stored = digests.get(leaf.path, missing)
-        if stored is not None and tensor_digest(leaf.value) != stored:
-            raise CheckpointDamaged(
-                f"step {step}: {leaf.path} differs from the checkpoint after loading: something changed it on the way",
-                part=leaf.path,
-            )
+    loaded = [
+        (leaf.path, leaf.value, digests.get(leaf.path, None if replan or is_piece(leaf.path) else b""))
+        for leaf in collect(tracked)
+        if isinstance(leaf.value, torch.Tensor) and leaf.path.partition("/")[0] in strict
+    ]
+    known = [item for item in loaded if item[2] is not None]
+    work = in_order(lambda item: tensor_digest(item[1]), known, threads=threads, nbytes=lambda item: item[1].nbytes)
+    with contextlib.closing(work):
+        for (path, _, stored), found in work:
+            if found != stored:
+                text = f"step {step}: {path} differs from the checkpoint after loading: something changed it on the way"
+                raise CheckpointDamaged(text, part=path)
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:

@@ -97,7 +97,7 @@ class Snapshots:
             self._metrics.load_state_dict(own["metrics"])
             if others:
                 self._metrics.tokens = int(reader.manifest.data["tokens"]) if rank == 0 else 0
-            invariants.check_after_load(self._tracked, name.step, loading.digests, replan=replan)
+            invariants.check_after_load(self._tracked, name.step, loading.digests, threads=threads, replan=replan)
             tolerant = others or (self._link.welcome["exact"] == "prefer" and bool(self._exact_reasons))
             if loading.is_new:
                 seed_rng(loading.read(RNG).data, rank, self._generators)
