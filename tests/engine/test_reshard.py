@@ -158,6 +158,21 @@ def test_new_ranks_have_generators_of_their_own_which_follow_from_the_checkpoint
     assert len({number for one in drawn for number in one}) == 14, "no two are alike"
 
 
+def test_a_new_rank_has_the_buffers_of_rank_0(tmp_path: Path) -> None:
+    class Norm(nn.BatchNorm1d):
+        def state_dict(self, *args: Any, **options: Any) -> Any:
+            self.running_mean.fill_(dist.get_rank() if dist.is_initialized() else -1)  # type: ignore[union-attr, operator]
+            return super().state_dict(*args, **options)
+
+    commit(RunDir(tmp_path), "two", norm=Norm(3))
+    for rank, mean in ((0, 0), (1, 1), (2, 0)):
+        with rank_of("three", rank) as model, opened(RunDir(tmp_path), rank) as (reader, loading):
+            tracked = {**tracked_of(model), "norm": nn.BatchNorm1d(3)}
+            check_can_spread(reader, tracked)
+            restore(tracked, loading.read, loading.read_part)
+            assert tracked["norm"].running_mean.tolist() == [mean] * 3
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
 def test_what_belongs_to_single_ranks_is_refused_by_name(tmp_path: Path) -> None:
     class PerRank:

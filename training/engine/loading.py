@@ -2,16 +2,16 @@
 With another number of ranks tensors are cut anew and each reads no more than its part; a new rank has rank 0's plain leaves."""
 
 from collections import Counter
-from collections.abc import Iterator
 from types import TracebackType
 
+import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from perdure.training.checkpoint.pieces import alone, is_piece, piece_path, wholes
 from perdure.training.checkpoint.readahead import ReadAhead
 from perdure.training.checkpoint.reader import CheckpointReader
 from perdure.training.engine.compare import listed
-from perdure.training.engine.leaves import LoadedLeaf
+from perdure.training.engine.leaves import LoadedLeaf, escape
 from perdure.training.engine.shards import Place
 from perdure.training.engine.state import Tracked
 from perdure.training.errors import ConfigError
@@ -57,8 +57,9 @@ class Loading:
 
 
 def check_can_spread(reader: CheckpointReader, tracked: Tracked) -> None:
-    """Whether another number of ranks can go on from it. Raises ConfigError naming what belongs to single ranks."""
-    several = {path.partition("/")[0] for path in _in_several(reader)}
+    """Whether another number of ranks can go on from it. Raises ConfigError naming what belongs to single ranks. Buffers of a
+    module may differ (running means, say): a new rank has those of rank 0."""
+    several = {path.partition("/")[0] for path in _in_several(reader) - _buffers(tracked)}
     own = [name for name, obj in tracked.items() if name in several or isinstance(obj, StatefulDataLoader)]
     if own:
         raise ConfigError(
@@ -68,6 +69,12 @@ def check_can_spread(reader: CheckpointReader, tracked: Tracked) -> None:
         )
 
 
-def _in_several(reader: CheckpointReader) -> Iterator[str]:
+def _in_several(reader: CheckpointReader) -> set[str]:
+    """Paths of leaves of which several ranks have stored their own."""
     seen = Counter(path for rank in range(reader.ranks) for path in reader.rank_entries(rank))
-    return (path for path, ranks in seen.items() if ranks > 1)
+    return {path for path, ranks in seen.items() if ranks > 1}
+
+
+def _buffers(tracked: Tracked) -> set[str]:
+    modules = ((name, obj) for name, obj in tracked.items() if isinstance(obj, torch.nn.Module))
+    return {f"{name}/{escape(key)}" for name, module in modules for key, _ in module.named_buffers()}
