@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from perdure.training import amounts
+
+size, age = amounts.size, amounts.span
 RIGHT = (int, float)
 
 
@@ -26,24 +29,8 @@ def say(text: str) -> None:
     print(visible(text), file=sys.stderr, flush=True)
 
 
-def size(count: float) -> str:
-    """Bytes in decimal units, as stores and disks are sold."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
-
-
 def when(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
-
-
-def age(seconds: float) -> str:
-    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

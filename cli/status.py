@@ -8,6 +8,7 @@ import msgspec
 
 from perdure.cli import render, thaw
 from perdure.cli.target import Target, add_target, resolve
+from perdure.tasks import flow_runs
 from perdure.training import files
 from perdure.training.agent import lock
 from perdure.training.checkpoint import catalog, facts, lineage
@@ -54,6 +55,7 @@ def collect(target: Target) -> _Status:
         "store_url": target.store_url or None,
         "holder": _holder(run) if held else None,
         "trainer": _trainer(live) if live else None,
+        "flow_run": _flow_run(run),
         "last_failure": _last_failure(run, launches, state),
     }
     return status
@@ -79,6 +81,12 @@ def _state(target: Target, names: list[Any], launches: dict[int, Any], held: boo
 def _holder(run: RunDir) -> _Status | None:
     holder = lock.read_holder(run)
     return {"pid": holder.process.pid, "host": holder.process.host, "since": holder.since} if holder else None
+
+
+def _flow_run(run: RunDir) -> _Status | None:
+    """The newest that drove it."""
+    records = flow_runs.read(run)
+    return {"id": records[-1].id, "page": records[-1].page or None} if records else None
 
 
 def _trainer(live: _Status) -> _Status:
@@ -137,6 +145,8 @@ def lines(status: _Status) -> list[tuple[str, str]]:
         trainer = status["trainer"]
         beat = render.age(trainer["seconds_since_beat"])
         shown.append(("trainer", f"launch {trainer['launch']}, {trainer['state']}, last beat {beat} ago"))
+    if status["flow_run"] and status["flow_run"]["page"]:
+        shown.append(("page", status["flow_run"]["page"]))
     if status["last_failure"]:
         shown.append(("last failure", _describe(status["last_failure"])))
     return shown

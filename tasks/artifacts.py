@@ -21,6 +21,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, t
 from perdure.tasks import background, close_rows, flow_runs, page
 from perdure.tasks.curve import Curve
 from perdure.tasks.flow_runs import FlowRunRecord
+from perdure.tasks.ui import page_of
 from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.config import RunConfig
 from perdure.training.errors import PerdureError
@@ -47,7 +48,7 @@ class Board:
         self.record: FlowRunRecord | None = None
         if flow_run_id:
             with contextlib.suppress(OSError):  # a full disk: a run without a picture
-                self.record = flow_runs.enter(self.run, flow_run_id)
+                self.record = flow_runs.enter(self.run, flow_run_id, page_of(flow_run_id))
         self.live = False
         """A launch is under way."""
         self.min_secs = MIN_SECS

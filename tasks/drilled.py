@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 
 from perdure.tasks import charts
-from perdure.tasks.weekly import size, span
 from perdure.training import events
+from perdure.training.amounts import size, span
 from perdure.training.drill.record import Drill, append_drill, read_drills
 from perdure.training.redact import redact
 from perdure.training.run_dir import RunDir

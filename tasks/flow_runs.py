@@ -25,18 +25,20 @@ class FlowRunRecord(msgspec.Struct, kw_only=True):
     """Its rows in Prefect were seen in an end state, or are gone."""
     report: str = ""
     """Id of its report artifact."""
+    page: str = ""
+    """URL in Prefect's UI, as that process knew it."""
 
     def is_over(self) -> bool:
         """Asked by the holder of the run's lock: another host's process has lost the run, whatever became of it."""
         return not self.process.is_alive()
 
 
-def enter(run: RunDir, flow_run_id: str) -> FlowRunRecord:
+def enter(run: RunDir, flow_run_id: str, page: str = "") -> FlowRunRecord:
     """Write down that this process drives the run, which it holds the lock of; the oldest records go."""
     files.make_dirs(run.flow_runs)
     for old in read(run)[: -KEPT + 1]:
         (run.flow_runs / f"{old.id}.json").unlink(missing_ok=True)
-    record = FlowRunRecord(id=flow_run_id, process=identify(os.getpid()), began=time.time())
+    record = FlowRunRecord(id=flow_run_id, process=identify(os.getpid()), began=time.time(), page=page)
     write(run, record)
     return record
 

@@ -1,14 +1,13 @@
 """The notify task: tells Slack what has happened since the last time, from the run's event log. Never fails or waits long."""
 
-import re
 from pathlib import Path
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
-from prefect.settings import get_current_settings
 
 from perdure.tasks.slack import deliver
+from perdure.tasks.ui import page_of
 from perdure.training.config import NotifySection
 from perdure.training.run_dir import RunDir
 
@@ -17,6 +16,4 @@ __all__ = ["deliver", "notify"]
 
 @task(name="notify", cache_policy=NO_CACHE, persist_result=False)
 def notify(root: str, settings: NotifySection) -> None:
-    base = re.sub(r"(?<=://)[^/]*@", "", str(get_current_settings().ui_url or ""))  # it is shown: no password
-    page = f"{base}/v2/runs/flow-run/{flow_run.id}"
-    deliver(RunDir(Path(root)), settings, logger=get_run_logger(), flow_url=page)
+    deliver(RunDir(Path(root)), settings, logger=get_run_logger(), flow_url=page_of(flow_run.id))

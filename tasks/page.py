@@ -11,6 +11,7 @@ from perdure.tasks import charts
 from perdure.tasks.curve import Curve
 from perdure.tasks.ledger import Ledger, account
 from perdure.training import events
+from perdure.training.amounts import size, span
 from perdure.training.checkpoint import catalog, facts, lineage
 from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.lineage import LaunchRecord
@@ -164,22 +165,3 @@ def _code(text: str) -> str:
 
 def _when(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(moment))
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
-
-
-def span(seconds: float) -> str:
-    """A duration in its two largest units."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, hours, days = seconds / 60, seconds / 3600, seconds / 86400
-    if minutes < 60:
-        return f"{int(minutes)} min {int(seconds % 60)} s"
-    return f"{int(hours)} h {int(minutes % 60)} min" if hours < 48 else f"{int(days)} d {int(hours % 24)} h"

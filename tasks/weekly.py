@@ -12,6 +12,7 @@ from typing import Any
 from perdure.tasks.curve import Curve, Trace
 from perdure.tasks.ledger import PARTS, TRAINING, Ledger, account
 from perdure.training import events, watchdog
+from perdure.training.amounts import size, span
 from perdure.training.checkpoint import catalog, lineage
 from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.facts import GOOD
@@ -185,20 +186,3 @@ def _said(step: int | None, age: float | None) -> str:
     if step is None:
         return "none yet"
     return f"step {step:,}" + (f", {span(age)} old" if age is not None else "")
-
-
-def span(seconds: float) -> str:
-    """A length of time in its largest unit."""
-    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"

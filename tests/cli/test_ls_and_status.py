@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from perdure.tasks import flow_runs
 from perdure.training.checkpoint.facts import Fact, write_fact
 from perdure.training.run_dir import CheckpointName
 
@@ -111,6 +112,9 @@ def test_status_tells_complete_from_not_replicated(made: Any, command: Command) 
     assert state_of(made, command)["state"] == "complete"
     assert state_of(made, command)["last_failure"] is None
     assert "state         complete" in command("status", made.run.root).out
+    flow_runs.enter(made.run, "0123", "http://127.0.0.1:4200/v2/runs/flow-run/0123")
+    assert state_of(made, command)["flow_run"] == {"id": "0123", "page": "http://127.0.0.1:4200/v2/runs/flow-run/0123"}
+    assert "page          http://127.0.0.1:4200/v2/runs/flow-run/0123" in command("status", made.run.root).out
 
 
 HOLDER = """

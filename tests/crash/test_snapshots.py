@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -138,8 +139,14 @@ def test_tensor_changed_while_a_lazy_copy_ran_is_an_error_and_never_saved(run: R
 
 def test_chunk_end_is_committed_although_nothing_follows_that_would_wait_for_the_copy(run: Run) -> None:
     direct = Direct(run)
-    direct.launch(["checkpoint.lazy=true"], lease=10)
+    trainer = direct.launch(["checkpoint.lazy=true"], lease=10)
     wait_until(lambda: steps(run) == [10], "the checkpoint the lease waits for", 30)
+    wait_until(lambda: b"waiting for lease" in run.dir.progress_json.read_bytes(), "the wait for the next lease")
+    time.sleep(1.1)
+    trainer.lease(11)
+    wait_until(lambda: "waiting_for_lease" in run.kinds(), "the wait is said")
+    (event,) = [event for event in run.events() if event["kind"] == "waiting_for_lease"]
+    assert (event["step"], event["seconds"] >= 1.1) == (10, True)
     direct.end()
 
 

@@ -1,5 +1,6 @@
 """What Prefect's database holds of a run: artifacts patched in place, tags, links, no row left open, and no secret."""
 
+import json
 import logging
 import os
 import signal
@@ -71,6 +72,8 @@ def test_killed_flow_run_is_closed_linked_and_followed(run: Run, client: SyncPre
     assert "died without a word" in first.state.message
     assert str(second.id) in first.state.message
     assert [one.name for one in tasks_of(client, first) + tasks_of(client, second) if one.state.type in OPEN] == []
+    records = [json.loads(path.read_text()) for path in run.dir.flow_runs.glob("*.json")]
+    assert {one["page"].rpartition("/v2/")[2] for one in records} == {f"runs/flow-run/{one.id}" for one in (first, second)}
     assert {"run:tiny", "launch:1"} <= set(first.tags)
     assert {"run:tiny", "launch:2"} <= set(second.tags)
     shown = artifacts_of(client, second)

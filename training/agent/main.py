@@ -31,6 +31,8 @@ SLOTS = 2
 """Of each rank."""
 SALVAGE_SECS = 3.0
 """What a rank killed at the end of its grace left in memory is given so long; launch.END_MARGIN_SECS is more."""
+LEASE_NOTED_SECS = 1.0
+"""Shorter waits between two chunks are the flow's turn."""
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 8000
 
@@ -100,6 +102,9 @@ class Agent:
                 self.room.ask(rank, int(message["state_bytes"]), int(message["pieces"]), self.ranks)
             if "waiting_for_slot" in message and rank == 0:
                 self.say_waiting(int(message["waiting_for_slot"]), message.get("waited"))
+            if rank == 0 and "waited_for_lease" in message and float(message["waited"]) >= LEASE_NOTED_SECS:
+                told = {"step": int(message["waited_for_lease"]), "seconds": float(message["waited"])}
+                events.record(self.run, "waiting_for_lease", token=self.token, **told)
             if message.get("notice", "") not in self._said:
                 self._said.add(message["notice"])
                 events.record(self.run, "notice", text=message["notice"], token=self.token)

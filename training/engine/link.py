@@ -117,9 +117,11 @@ class Link:
         """Return when this rank knows that a step after `step` may be trained, or is asked to stop."""
         if step < self._own_lease or self._stops:
             return
+        started = time.monotonic()
         self.say(phase="waiting for lease", step=step)
         while step >= self._own_lease and not self._stops:
             self.poll(_WAIT_SECS)
+        self.say(waited=round(time.monotonic() - started, 3), waited_for_lease=step)
         self._go_on()
 
     def wait_for_room(self, state_bytes: int, pieces: int) -> None:
