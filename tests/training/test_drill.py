@@ -133,12 +133,13 @@ def test_lines_tell_both_measures_against_target_and_the_last_drills() -> None:
     text = "\n".join(drilled.lines([HELD, nothing, failed]))
     assert "- not reproducible: 1 leaves differ: model/a" in text
     assert (
-        "recovery point: at most 42 s of training (the run directory is not here) (target 1.0 h; before: 42 s, failed)" in text
+        "recovery point: at most 42.0 s of training (the run directory is not here) (target 1 h 0 min; before: 42.0 s, failed)"
+        in text
     )
-    assert "recovery time: 6 s: pull 1.0 s, prove 2.0 s, to the first step 3.5 s; 3.0 MB (target 30.0 min" in text
+    assert "recovery time: 6.5 s: pull 1.0 s, prove 2.0 s, to the first step 3.5 s; 3.0 MB (target 30 min 0 s" in text
     assert "killed: rank after step 43: NOT the same bits" in text
     asked = msgspec.structs.replace(HELD, asked=True)
-    assert "recovery point: 7 steps, 42 s of training (not judged, it was asked for)" in drilled.lines([asked])[0]
+    assert "recovery point: 7 steps, 42.0 s of training (not judged, it was asked for)" in drilled.lines([asked])[0]
     assert "nothing came back" in "\n".join(drilled.lines([nothing]))
 
 
