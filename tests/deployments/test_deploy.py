@@ -22,7 +22,7 @@ from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.deployments import run_deployment
 from prefect.events import emit_event
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Running
+from prefect.states import Completed, Running
 
 from perdure.cli.main import main
 from perdure.deployments import api, automations, table
@@ -299,20 +299,22 @@ def test_silence_closes_the_row_and_tells_the_block_and_leaves_other_runs_alone(
     ).save("ops", overwrite=True)
     deploy(toml, other, "--stall-after", "0.003", "--notify-block", "custom-webhook/ops")
     dead, stalled, stranger = flow_run_of(client, toml), flow_run_of(client, toml), flow_run_of(client, other)
+    done = flow_run_of(client, toml)
+    client.set_flow_run_state(done.id, Completed())
     wanted = automations.stale_heartbeat(name_of(toml), dead.deployment_id, [], within=10)
     automations.put(client, wanted, client.read_automations_by_name(wanted.name))
 
     def speak() -> None:
         beat(stalled, CHUNK)
-        for one in (dead, stranger):
+        for one in (done, dead, stranger):  # of `done` a heartbeat that comes late
             beat(one, "prefect.flow-run.heartbeat")
 
     def states() -> list[str]:
-        return [client.read_flow_run(one.id).state.type.value for one in (dead, stalled, stranger)]
+        return [client.read_flow_run(one.id).state.type.value for one in (dead, stalled, stranger, done)]
 
     told: list[str] = hook.bodies  # type: ignore[attr-defined]
     after_silence(speak, lambda: bool(told) and states()[0] == "CRASHED", "the row is closed, the block told")
-    assert states() == ["CRASHED", "RUNNING", "RUNNING"]
+    assert states() == ["CRASHED", "RUNNING", "RUNNING", "COMPLETED"]
     assert stalled.name in told[0]
 
 

@@ -1,5 +1,6 @@
 """`perdure run` end to end on a real Prefect server: killed, stopped, started twice, and always the same final bits."""
 
+import contextlib
 import hashlib
 import json
 import signal
@@ -131,11 +132,20 @@ def test_failed_chunk_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None
     assert "made up by the test" in str(failed["log_tail"])
 
 
-def test_bug_in_user_code_stops_at_once_and_names_it(tmp_path: Path) -> None:
-    run = Run(copy_tiny(tmp_path / "tiny"), "params.bug_at=7")
+def test_bug_in_user_code_stops_at_once_and_names_it_however_much_it_says(tmp_path: Path) -> None:
+    toml = copy_tiny(tmp_path / "tiny")
+    script = toml.parent / "train.py"
+    text, bug = script.read_text(), 'raise ValueError("a bug in the training code (made up by the test)'
+    loud = f"for number in range(20_000):\n                print(number)\n            {bug}"
+    script.write_text(text.replace(f'{bug}")', f'{loud} " + "x" * 2_000_000)'))
+    run = Run(toml, "params.bug_at=7")
     assert run.finish() == 7
     assert run.kinds().count("failed") == 1
     assert "a bug in the training code (made up by the test)" in run.log()
+    assert len(run.log()) < 100_000, "and neither Prefect nor the terminal gets all of it"
+    whole = (run.dir.root / "logs" / "launch-0001" / "rank-00000.log").read_text()
+    assert "19999\n" in whole
+    assert "x" * 2_000_000 in whole
 
 
 def test_second_start_exits_at_once_names_the_holder_and_changes_nothing(run: Run, reference: str) -> None:
@@ -164,9 +174,10 @@ def test_changed_trajectory_settings_are_refused_with_both_values(run: Run) -> N
     assert run.committed() == before, "no step was made"
 
 
-def test_prefect_server_killed_in_the_middle_does_not_stop_training(tmp_path: Path, reference: str) -> None:
-    """With a server of its own: training and saving go on, the run completes."""
+def test_prefect_server_stuck_and_then_killed_does_not_stop_training(tmp_path: Path, reference: str) -> None:
+    """With a server of its own, whose database somebody holds: training and saving go on, the run completes."""
     import os
+    import sqlite3
 
     from perdure.deployments import server
 
@@ -176,7 +187,11 @@ def test_prefect_server_killed_in_the_middle_does_not_stop_training(tmp_path: Pa
     with log:
         parent = subprocess.Popen(run.command(), stdout=log, stderr=log, env=own, start_new_session=True)
     wait_until(lambda: run.step() >= 12, "step 12")
-    record = server.read_record(server.ServerHome.beside(run.dir))
+    home = server.ServerHome.beside(run.dir)
+    with contextlib.closing(sqlite3.connect(home.database, isolation_level=None, timeout=30)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        wait_until(lambda: run.committed()[-1].step >= 25, "checkpoints while the database is locked")
+    record = server.read_record(home)
     assert record is not None
     kill(record.server)
     assert parent.wait(180) == 0, run.log()

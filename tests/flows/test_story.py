@@ -67,8 +67,8 @@ def test_secrets_are_nowhere_after_a_run_with_failures(tmp_path: Path, s3_server
     toml = copy_tiny(tmp_path / "tiny")
     toml.write_text(toml.read_text().replace("env = {", f'env = {{ DB_PASSWORD = "{IN_TOML}",'))
     script = toml.parent / "train.py"
-    told = "f\"{os.environ['DB_PASSWORD']}, {os.environ['HF_TOKEN']}: a bug in the training code (made up by the test)\""
-    script.write_text(script.read_text().replace('"a bug in the training code (made up by the test)"', told))
+    said = "f\"{os.environ['DB_PASSWORD']}, {os.environ['HF_TOKEN']}: a bug in the training code (made up by the test)\""
+    script.write_text(script.read_text().replace('"a bug in the training code (made up by the test)"', said))
     run = Run(
         toml,
         "params.bug_at=17",
@@ -87,8 +87,10 @@ def test_secrets_are_nowhere_after_a_run_with_failures(tmp_path: Path, s3_server
     code = run.finish(env={**ours, **read_only})
     assert code in (6, 7), run.log()
     keys = s3_server.admin.environment()
-    code = run.finish(env={**ours, **keys})
+    with SlackServer(TOKEN) as slack:
+        code = told(run, slack.url).finish(env={**ours, **keys})
     assert code == 7, run.log()
+    assert "[redacted], [redacted]: a bug in" in str(slack.messages)
     assert "ValueError: [redacted], [redacted]: a bug in" in run.log()
     assert "[redacted], [redacted]: a bug in" in database_dump()
     toml.unlink()  # the user's own, with a secret in it
@@ -96,6 +98,7 @@ def test_secrets_are_nowhere_after_a_run_with_failures(tmp_path: Path, s3_server
     for secret in (TOKEN, INHERITED, IN_TOML, PASSWORD, *(key["AWS_SECRET_ACCESS_KEY"] for key in (read_only, keys))):
         assert find(secret) == []
         assert secret not in database_dump()
+        assert secret not in str(slack.calls)
 
 
 def database_dump() -> str:

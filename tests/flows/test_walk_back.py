@@ -2,7 +2,8 @@
 
 import random
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(trained: Path, tmp_path: Path) -> Run:
     shutil.copytree(trained, tmp_path / "tiny")
     return Run(tmp_path / "tiny" / "run.toml", *SETTINGS)
+
+
+@pytest.fixture
+def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """TMPDIR, where nothing can be renamed into the run directory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        if Path(folder).stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("/dev/shm is no file system of its own here")
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
 
 
 def flip(path: Path) -> None:
@@ -113,9 +124,11 @@ def test_moved_run_directory_resumes(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a b/тест 日本/run.v1.2", "-dash", "100%", "a+b", "a#b", "it's", "trailing."])
-def test_odd_paths_cut_and_resume(trained: Path, tmp_path: Path, name: str) -> None:
+def test_odd_paths_cut_and_resume(trained: Path, tmp_path: Path, other_disk: Path, name: str) -> None:
+    """Also where the code changes its working directory, and where TMPDIR is on another file system."""
     folder = tmp_path / name / "tiny"
     shutil.copytree(trained, folder)
-    again = Run(folder / "run.toml", "run.steps=20", "store.url='store here'")
+    again = Run(folder / "run.toml", "run.steps=20", "store.url='store here'", f"launch.env.TINY_work_in={other_disk}")
     assert Direct(again).train_to_end().reason == "complete"
+    assert [path for path in other_disk.rglob("*") if path.is_file()] == []
     assert [path.name for path in tmp_path.iterdir()] == [name.split("/")[0]]

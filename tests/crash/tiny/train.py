@@ -48,6 +48,8 @@ def train(session: Session) -> None:
 
     def one_step(step: int) -> None:
         indices, x = next(batches)
+        if "work_in" in params:  # code that changes its working directory
+            os.chdir(params["work_in"])
         if params.get("poke_at") == step:
             with torch.no_grad():
                 model[0].weight.add_(0.0)
