@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import increments, overhead, ratios, retention, saves, sizes, stall, throttled, wall
+from benchmarks import increments, overhead, ratios, retention, saves, sizes, stall, throttled, travel, wall
 from benchmarks.report import RESULTS, Question, Report, Section, Setting
 
 QUESTIONS: dict[str, Question] = {
@@ -24,8 +24,9 @@ QUESTIONS: dict[str, Question] = {
     "sizes": sizes.measure,
     "retention": retention.measure,
     "overhead": overhead.measure,
+    "travel": travel.measure,
 }
-ENGINE = [name for name in QUESTIONS if name != "overhead"]
+ENGINE = [name for name in QUESTIONS if name not in ("overhead", "travel")]
 """What is asked unless questions are named: all about the checkpoint engine, in at most a quarter of an hour."""
 
 
@@ -59,7 +60,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="perdure-bench-", dir=options.folder) as folder:
         setting = Setting(Path(folder), options.quick)
         what = "-".join(options.questions) or "engine"
-        report = Report(setting, options.results, f"quick-{what}" if options.quick else what)
+        engine = set(options.questions or ENGINE) <= set(ENGINE)
+        title = "The checkpoint engine" if engine else what.replace("-", ", ").capitalize()
+        report = Report(setting, options.results, f"quick-{what}" if options.quick else what, title=title, engine=engine)
         with contextlib.suppress(KeyboardInterrupt):  # what was measured so far is the answer
             for name in options.questions or ENGINE:
                 ask(name, setting, report)

@@ -103,10 +103,10 @@ def versions() -> dict[str, str]:
 class Report:
     """One Markdown page, one JSON file and the plots, named after the hardware and the day."""
 
-    def __init__(self, setting: Setting, results: Path, what: str) -> None:
+    def __init__(self, setting: Setting, results: Path, what: str, *, title: str, engine: bool) -> None:
         day = time.strftime("%Y-%m-%d")
         self._results, self._name = results, f"{what}_{os.cpu_count()}-cores_{day}"
-        self._shape = setting.shape
+        self._title, self._data = title, _DATA.format(shape=setting.shape) if engine else ""
         self._started, self._sections = time.monotonic(), dict[str, Section]()
         self._about: dict[str, Any] = {  # Any: JSON values
             "day": day,
@@ -138,12 +138,12 @@ class Report:
         about, sections = self._about, self._sections.values()
         load = ", ".join(f"{value:.2f}" for value in about["load at start"])
         lines = [
-            f"# The checkpoint engine, measured {about['day']}",
+            f"# {self._title}, measured {about['day']}",
             f"{about['machine']}; {about['disk']}; Linux {about['kernel']}; Python {about['python']}; load at start {load}; "
             f"{about['seconds']:.0f} s in all.",
             ", ".join(f"{name} {version}" for name, version in about["versions"].items()) + ".",
         ]
-        lines += [_DATA.format(shape=self._shape)]
+        lines += [self._data] if self._data else []
         targets = [target for section in sections for target in section.targets]
         if targets:
             lines += ["## Targets", _table(("question", "measured", "target", "met"), [_target_row(one) for one in targets])]

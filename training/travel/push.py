@@ -229,21 +229,25 @@ class _Push:
         """The file is read once, and each of its bytes compared with the manifest before it is sent."""
         self._poll()
         path, check = self._run.checkpoint(reader.manifest.name) / file.record.name, Check(proof.hasher, proof.pieces)
+        kind = "index" if file.part else "pack"
+
+        def damaged() -> CheckpointDamaged:
+            return CheckpointDamaged(
+                f"{path} is not what the manifest says: not pushed", part=kind, hint="run `perdure verify`"
+            )
 
         def watch(data: bytes) -> None:
             if not check.update(data):
-                raise damaged
+                raise damaged()
 
-        kind = "index" if file.part else "pack"
-        damaged = CheckpointDamaged(f"{path} is not what the manifest says: not pushed", part=kind, hint="run `perdure verify`")
         try:
             if path.stat().st_size != file.record.bytes:
-                raise damaged
+                raise damaged()
         except FileNotFoundError:
-            raise damaged from None
+            raise damaged() from None
         self._store.put_file(key, path, watch=watch, progress=self._count, should_stop=self._should_stop)
         if not check.complete:
-            raise damaged
+            raise damaged()
 
     def _put_manifest(self, ours: Manifest) -> None:
         self._poll()
