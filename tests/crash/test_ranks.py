@@ -196,30 +196,43 @@ def train_with(run: Run, processes: int, until: int) -> None:
     assert end.reason in ("stopped", "complete"), end
 
 
-def test_fsdp2_goes_on_with_four_ranks_and_then_with_one(fsdp2: Reference, tmp_path: Path) -> None:
-    shutil.copytree(fsdp2.run.toml.parent, tmp_path / "fsdp2")
-    run = Run(tmp_path / "fsdp2" / "run.toml", "params.kind=fsdp2", "params.name_at=8")
-    for name in run.committed():
-        if name.step > 12:
-            shutil.rmtree(run.dir.checkpoint(name))
-    with pytest.raises(ConfigError, match="processes: 2 -> 4"):
-        Direct(run).launch(["launch.processes=4"])
-    train_with(run, 4, 18)
-    train_with(run, 1, 24)
+ELASTIC = [
+    ("fsdp2", 12, ((4, 18), (1, 24))),
+    pytest.param("fsdp2", 6, ((1, 12), (4, 18), (2, 24)), marks=pytest.mark.chaos),
+    pytest.param("ddp", 6, ((1, 12), (4, 18), (2, 24)), marks=pytest.mark.chaos),
+]
+"""From a checkpoint of two ranks at that step on: so many ranks until that step, and so on."""
 
-    four, one = run.committed()[-2:]
-    manifests = [manifest.read(run.dir.checkpoint(name)) for name in (four, one)]
-    assert [(len(found.files) // 2, found.exact) for found in manifests] == [(4, False), (1, False)]
-    assert any("step 18: processes: 4 -> 1" in reason for reason in manifests[1].exact_reasons)
-    assert [found.data["tokens"] for found in manifests] == [18 * 8 - 6, 24 * 8 - 9], "of all ranks that there were"
-    lines, losses, undisturbed = surviving(run, 4), [], []
-    for step in range(12, 24):
-        had = [json.loads(lines[(rank, step)]) for rank in range(4 if step < 18 else 1)]
-        wanted = [json.loads(fsdp2.trace[(rank, step)]) for rank in (0, 1)]
-        assert indices_of(had) == indices_of(wanted), "the same samples in every global batch"
-        losses.append(mean_loss(had))
-        undisturbed.append(mean_loss(wanted))
-    assert abs(statistics.mean(losses) - statistics.mean(undisturbed)) < 0.005, "at 0.02: the noise is another, the weights not"
+
+@pytest.mark.parametrize(("kind", "start", "launches"), ELASTIC)
+def test_another_number_of_ranks_goes_on_with_the_same_samples(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, start: int, launches: tuple[tuple[int, int], ...]
+) -> None:
+    reference: Reference = request.getfixturevalue(kind)
+    shutil.copytree(reference.run.toml.parent, tmp_path / kind)
+    run = Run(tmp_path / kind / "run.toml", f"params.kind={kind}", "params.name_at=8")
+    for name in run.committed():
+        if name.step > start:
+            shutil.rmtree(run.dir.checkpoint(name))
+    with pytest.raises(ConfigError, match=f"processes: 2 -> {launches[0][0]}"):
+        Direct(run).launch([f"launch.processes={launches[0][0]}"])
+    before, losses, undisturbed = 2, [], []
+    for processes, until in launches:
+        train_with(run, processes, until)
+        found = manifest.read(run.dir.checkpoint(run.committed()[-1]))
+        assert (found.step, found.world["size"], len(found.files) // 2, found.exact) == (until, processes, processes, False)
+        assert any(f"processes: {before} -> {processes}" in reason for reason in found.exact_reasons)
+        lines = surviving(run, processes)
+        for step in range(start, until):
+            had = [json.loads(lines[(rank, step)]) for rank in range(processes)]
+            wanted = [json.loads(reference.trace[(rank, step)]) for rank in (0, 1)]
+            assert indices_of(had) == indices_of(wanted), "the same samples in every global batch"
+            losses.append(mean_loss(had))
+            undisturbed.append(mean_loss(wanted))
+        before, start = processes, until
+    assert found.data["tokens"] == 3 * ITEMS, "of all ranks that there were"
+    off = abs(statistics.mean(losses) / statistics.mean(undisturbed) - 1)
+    assert off < 0.2, "the noise of new ranks is another, the weights are not"
 
 
 def indices_of(ranks: list[dict[str, Any]]) -> list[int]:
