@@ -2,6 +2,7 @@
 disturbed, and what they have in common is stored once."""
 
 import json
+import os
 import shutil
 import signal
 import statistics
@@ -65,12 +66,23 @@ def number_of(pid: int) -> int:
     return next((int(text.partition(b"=")[2]) for text in variables if text.startswith(b"RANK=")), -1)
 
 
+def listening(pids: list[int]) -> set[str]:
+    """Addresses at which these processes take connections."""
+    sockets = {os.readlink(file) for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    hexed = {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+    return {".".join(str(byte) for byte in reversed(bytes.fromhex(address))) for address in hexed}
+
+
 def hit(run: Run, step: int, victims: list[int], number: int, *settings: str) -> tuple[Direct, int]:
     """Launch, wait for `step`, send a signal to these ranks; the step all had finished then."""
     direct = Direct(run)
     trainer = direct.launch([SLOW, tracing(run), *settings])
     wait_until(lambda: run.step() >= step or not trainer.is_alive(), f"step {step}")
     found, at = ranks(run), run.step()
+    launcher = run.child_of_agent("engine.torchrun")
+    assert launcher is not None
+    assert listening([launcher.pid, *(rank.pid for rank in found)]) == {"127.0.0.1"}, "the network has no business there"
     for victim in victims:
         kill(found[victim], number)
     trainer.process.wait(60)
