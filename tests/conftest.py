@@ -236,16 +236,23 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[server.
         yield local
 
 
-@pytest.fixture(scope="module")
-def prefect_api(prefect_server: server.LocalServer) -> Iterator[str]:
-    """URL of the API; also in PREFECT_API_URL while the module runs, with the client settings a run gives its flow."""
+@contextlib.contextmanager
+def using_server(url: str, home: server.ServerHome | None = None) -> Iterator[str]:
+    """The API at `url` for this process and those it starts, with the client settings a run gives its flow."""
     from prefect.events.worker import EventsWorker  # here: most tests do not want its seconds
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    url, before = prefect_server.url, dict(os.environ)
-    os.environ.update(server.client_environment(url, prefect_server.home))
+    before = dict(os.environ)
+    os.environ.update(server.client_environment(url, home))
     with temporary_settings({PREFECT_API_URL: url}):  # this process has read its settings already
         yield url
         EventsWorker.drain_all(timeout=20)  # else it tries to reach the ended server, long past the last test
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def prefect_api(prefect_server: server.LocalServer) -> Iterator[str]:
+    """URL of the API; also in PREFECT_API_URL while the module runs."""
+    with using_server(prefect_server.url, prefect_server.home) as url:
+        yield url

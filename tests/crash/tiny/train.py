@@ -55,6 +55,8 @@ def train(session: Session) -> None:
                 model[0].weight.add_(0.0)
         if params.get("nan_at") == step:
             x = x * float("nan")
+        while params.get("wait_at") == step and not Path("go-on").exists():
+            time.sleep(0.01)
         if params.get("slow_batch_at") == step:
             phase_sleep(params, "batch")
         loss = model(x).square().mean() + 0.01 * random.random()

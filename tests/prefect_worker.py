@@ -1,0 +1,58 @@
+"""A real process worker for tests, started as a user starts it; and what the server says of a run's flow runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness import Run
+from prefect import get_client
+from prefect.client.schemas.filters import FlowRunFilter
+
+from perdure.training.process import ProcessId, identify
+
+PREFECT = str(Path(sys.executable).parent / "prefect")
+
+
+class Worker:
+    """On a pool that is there."""
+
+    def __init__(self, pool: str, folder: Path) -> None:
+        with open(folder / "worker.log", "ab") as log:
+            command = [PREFECT, "worker", "start", "--pool", pool]
+            environment = {**os.environ, "PREFECT_WORKER_QUERY_SECONDS": "1"}
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, env=environment
+            )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def flow_process(run: Run) -> ProcessId:
+    """The agent's parent."""
+    agent = run.agent()
+    assert agent is not None
+    stat = Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()
+    return identify(int(stat[1]))
+
+
+def flow_runs(run: Run) -> list[Any]:
+    """Those of a deployment of this run that no schedule made, oldest first, upkeep included."""
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(flow_run_filter=FlowRunFilter())
+    mine = [one for one in found if one.deployment_id is not None and not one.auto_scheduled]
+    return sorted((one for one in mine if one.parameters.get("config") == str(run.toml)), key=lambda one: one.created)
+
+
+def states(run: Run) -> list[str]:
+    return [one.state.type.value for one in flow_runs(run) if one.state is not None]
