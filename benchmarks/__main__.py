@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import increments, overhead, ratios, retention, saves, sizes, stall, throttled, travel, wall
+from benchmarks import increments, many, overhead, ratios, retention, saves, sizes, stall, throttled, travel, wall
 from benchmarks.report import RESULTS, Question, Report, Section, Setting
 
 QUESTIONS: dict[str, Question] = {
@@ -23,11 +23,12 @@ QUESTIONS: dict[str, Question] = {
     "saves-1.5": saves.large,
     "sizes": sizes.measure,
     "retention": retention.measure,
+    "many": many.measure,
     "overhead": overhead.measure,
     "travel": travel.measure,
 }
 ENGINE = [name for name in QUESTIONS if name not in ("overhead", "travel")]
-"""What is asked unless questions are named: all about the checkpoint engine, in at most a quarter of an hour."""
+"""What is asked unless questions are named: all about the checkpoint engine, in about ten minutes."""
 
 
 def ask(name: str, setting: Setting, report: Report) -> None:

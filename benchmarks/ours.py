@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -16,15 +17,17 @@ from perdure.training.checkpoint.readahead import ReadAhead
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.writer import write_checkpoint
 from perdure.training.engine.leaves import Leaf, LoadedLeaf
+from perdure.training.engine.overlap import Overlap
 from perdure.training.engine.remembered import Memory
 from perdure.training.engine.rng import rng_leaves
-from perdure.training.engine.stage import Stager
+from perdure.training.engine.stage import Stager, Staging
 from perdure.training.engine.state import collect
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.slots import About, SlotWriter, Snapshot, create_slot
 
 ABOUT = About(step=1, world={"size": 1}, data={}, environment={}, code={}, config={}, loss={})
 DEFAULT = "Perdure, auto, 2 threads"
+LAZY = "Perdure, auto, 2 threads, lazy"
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,10 @@ class Slots:
     def snapshot(self, tracked: Tracked, number: int = 0) -> None:
         """All the training step waits for."""
         self._stager.copy(number, self._leaves(tracked), ABOUT)
+
+    def begin(self, tracked: Tracked) -> Staging:
+        """A snapshot in the first slot of which all but the tensors is there."""
+        return self._stager.begin(0, self._leaves(tracked), ABOUT)
 
     def _leaves(self, tracked: Tracked) -> list[Leaf]:
         return [*collect(tracked, self._memory), *rng_leaves()]
@@ -91,11 +98,14 @@ class Perdure:
 
     def save(self, tracked: Tracked, folder: Path) -> None:
         self._slots.snapshot(tracked)
-        assert self._saver.stdin is not None
-        self._saver.stdin.write(f"{folder}\n")
+        self._announce(folder)
 
     def wait(self, folder: Path) -> None:
         self._expect("committed")
+
+    def _announce(self, folder: Path) -> None:
+        assert self._saver.stdin is not None
+        self._saver.stdin.write(f"{folder}\n")
 
     def _expect(self, word: str) -> None:
         assert self._saver.stdout is not None
@@ -104,6 +114,21 @@ class Perdure:
 
     def load(self, tracked: Tracked, folder: Path) -> Mapping[str, Tensor]:
         return read_tensors(RunDir(folder).checkpoint(NAME))
+
+
+class Lazy(Perdure):
+    """With `checkpoint.lazy`: the copy runs beside the training until the optimizer's next step."""
+
+    def prepare(self, tracked: Tracked, folder: Path) -> None:
+        self._overlap = Overlap(tracked)
+        super().prepare(tracked, folder)
+
+    def save(self, tracked: Tracked, folder: Path) -> None:
+        self._overlap.start(self._slots.begin(tracked), partial(self._announce, folder))
+
+    def wait(self, folder: Path) -> None:
+        self._overlap.settle()
+        super().wait(folder)
 
 
 def perdure() -> dict[str, Callable[[], Peer]]:

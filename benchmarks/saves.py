@@ -25,6 +25,10 @@ from perdure.training.checkpoint.verify import verify_folder
 from perdure.training.run_dir import RunDir
 
 SIZES = (0.4, 1.5)
+LARGE = 1.0
+"""GB from which there are two rounds: the larger a save, the steadier its time."""
+_ENOUGH = 15.0
+"""Seconds: what takes longer is measured once."""
 BEST_RAW = "Perdure, raw, 2 threads"
 BASELINE = "torch.save + fsync"
 UNSYNCED = "torch.save"
@@ -197,9 +201,10 @@ def _section(size: int, leaves: int, tries: dict[str, list[Values]]) -> Section:
     rounds = max(map(len, tries.values()))
     section = Section(f"Saving {size / 1e9:.2f} GB of AdamW state", header=HEADER)
     section.notes = [
-        f"{leaves} tensors; medians of {rounds} interleaved rounds; {THREADS} threads; every row in a process of its own, "
-        "after a first save that does not count. Peak extra memory includes buffers kept between saves. Where a row says "
-        "fsync, the benchmark syncs for a peer that does not. Verify is stored bytes over CPU seconds; only Perdure can."
+        f"{leaves} tensors; medians of {rounds} interleaved rounds, of one for a row that takes over {_ENOUGH:.0f} s; "
+        f"{THREADS} threads; every row in a process of its own, after a first save that does not count. Peak extra memory "
+        "includes buffers kept between saves. Where a row says fsync, the benchmark syncs for a peer that does not. Verify is "
+        "stored bytes over CPU seconds; only Perdure can."
     ]
     section.rows = [_cells(name, figures, found[DEFAULT], size) for name, figures in found.items()]
     section.targets = _targets(found, size)
@@ -232,11 +237,15 @@ def measure_size(setting: Setting, gigabytes: float) -> Iterator[Section]:
     size, leaves = state.nbytes(tracked), sum(1 for _ in state.tensors(tracked))
     makers = rows()
     tries: dict[str, list[Values]] = {name: [] for name in makers}
+    done: set[str] = set()
     shutil.rmtree(setting.folder / "save", ignore_errors=True)
-    for name in interleaved(list(makers), setting.rounds):
-        if any("failed" in one for one in tries[name]):
-            continue  # it said why; the time is for those that work
+    for name in interleaved(list(makers), setting.rounds if gigabytes < LARGE else min(setting.rounds, 2)):
+        if name in done:
+            continue
+        start = time.monotonic()
         tries[name].append(measure_row(name, makers[name], tracked, setting.folder))
+        if "failed" in tries[name][-1] or time.monotonic() - start > _ENOUGH:
+            done.add(name)  # it said why, or the time is for those that are quicker
         yield _section(size, leaves, tries)
 
 

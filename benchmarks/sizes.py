@@ -8,12 +8,10 @@ from benchmarks import state
 from benchmarks.measure import Values, scratch
 from benchmarks.ours import DEFAULT
 from benchmarks.report import Section, Setting
-from benchmarks.saves import BASELINE, BEST_RAW, interleaved, loaded, rows, save_once
+from benchmarks.saves import BASELINE, BEST_RAW, LARGE, interleaved, loaded, rows, save_once
 
 SIZES = (0.1, 0.4, 1.5, 4.0)
 COMPARED = (BASELINE, "DCP async, thread", BEST_RAW, DEFAULT)
-_LARGE = 1.0
-"""GB from which one round must do: the larger a save, the steadier its time."""
 Points = dict[str, list[Values]]
 
 
@@ -57,7 +55,7 @@ def measure(setting: Setting) -> Iterator[Section]:
     points: Points = {name: [] for name in COMPARED}
     for gigabytes in SIZES:
         tracked, tries = loaded(setting, gigabytes), {name: list[Values]() for name in COMPARED}
-        for name in interleaved(list(COMPARED), 1 if gigabytes > _LARGE else setting.rounds):
+        for name in interleaved(list(COMPARED), 1 if gigabytes >= LARGE else setting.rounds):
             with scratch(setting.folder, "save") as folder:
                 tries[name].append(save_once(rows()[name], tracked, folder))
         for name, found in tries.items():

@@ -14,7 +14,7 @@ import pytest
 Smoke = tuple[dict[str, Any], str]
 """The JSON and the page."""
 ROOT = Path(__file__).resolve().parents[2]
-QUESTIONS = ("stall", "saves-0.4", "ratios", "increments", "throttled", "wall", "saves-1.5", "sizes", "retention")
+QUESTIONS = ("stall", "saves-0.4", "ratios", "increments", "throttled", "wall", "saves-1.5", "sizes", "retention", "many")
 OPTIONAL = {"torch_checkpointing + fsync", "ZipNN + fsync"}
 """Peers that only the extra `bench` installs."""
 PERDURE = {f"Perdure, {what}" for what in ("raw, 2 threads", "auto, 1 thread", "auto, 2 threads", "small, 2 threads")}
