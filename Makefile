@@ -12,7 +12,7 @@ setup: .venv/.ready
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "perdure needs Python 3.11 or newer, this is " + sys.version)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt setuptools torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3,deepspeed,dev]'
 	touch $@
 
 run: setup

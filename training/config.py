@@ -56,8 +56,9 @@ class CheckpointSection(_Section, frozen=True, kw_only=True):
 class LaunchSection(_Section, frozen=True, kw_only=True):
     processes: int = 1
     """Ranks on this machine."""
-    launcher: Literal["auto", "torchrun"] = "auto"
-    """auto: one process is started directly, several by torchrun; torchrun: one too, so that torch.distributed works in it."""
+    launcher: Literal["auto", "torchrun", "deepspeed"] = "auto"
+    """auto: one process is started directly, several by torchrun; torchrun: one too, so that torch.distributed works in it;
+    deepspeed: by DeepSpeed's own."""
     stop_grace: float = 25.0
     """Seconds a stopping trainer has to finish its step and save, before it is killed."""
     startup_timeout: float = 600.0
@@ -66,6 +67,13 @@ class LaunchSection(_Section, frozen=True, kw_only=True):
     """Seconds without a finished step that count as a hang; 0: 5 x the longest step so far, at least 60."""
     env: dict[str, str] = {}
     """Environment of the ranks, `OMP_NUM_THREADS` say."""
+
+    @property
+    def started_by(self) -> str:
+        """`torchrun` or `deepspeed`; empty where the only process is started directly."""
+        if self.launcher == "auto":
+            return "torchrun" if self.processes > 1 else ""
+        return self.launcher
 
 
 class NotifySection(_Section, frozen=True, kw_only=True):

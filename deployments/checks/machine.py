@@ -1,6 +1,5 @@
 """This machine: Python and packages, memory, and locks of torch extensions whose builder died."""
 
-import contextlib
 import os
 import platform
 import sys
@@ -11,11 +10,8 @@ from pathlib import Path
 
 from perdure.deployments.checks.finding import Finding, Subject, fail, ok, warn
 from perdure.deployments.checks.run import newest_raw_bytes
+from perdure.training.agent import extension_locks
 from perdure.training.run_dir import RunDir
-
-_LOCKS = ("*/lock", "*/*/lock")
-"""Below the cache: of a cache that is one environment's own, and of the default one with a folder per Python."""
-_MAX_LOCKS = 1000
 
 
 def check_python(subject: Subject) -> Iterator[Finding]:
@@ -97,39 +93,16 @@ def check_extensions(subject: Subject) -> Iterator[Finding]:
     if not cache.is_dir():
         yield ok("torch extensions", f"no cache in {cache}")
         return
-    locks = sorted({path for pattern in _LOCKS for path in cache.glob(pattern)})[:_MAX_LOCKS]
-    held = _open_files() if locks else {}
-    stale = [path for path in locks if _inode(path) not in held]
-    for path in stale:
-        age = (time.time() - path.lstat().st_mtime) / 60
-        text = f"{path} is {age:.0f} min old and no process that can be seen holds it: a start would wait for it for ever"
-        yield fail("torch extensions", text, f"rm {path}")
+    stale, held = extension_locks.find(cache)
+    for lock in stale:
+        age = (time.time() - lock.changed_ns / 1e9) / 60
+        text = f"{lock.path} is {age:.0f} min old and no process that can be seen holds it: a start would wait for it for ever"
+        yield fail("torch extensions", text, f"rm {lock.path}")
     if not stale:
-        building = f"; {len(locks)} being built now" if locks else ""
+        building = f"; {held} being built now" if held else ""
         yield ok("torch extensions", f"no stale lock in {cache}{building}")
 
 
 def _cache(subject: Subject) -> Path:
     ranks = subject.config.launch.env if subject.config else {}
-    chosen = ranks.get("TORCH_EXTENSIONS_DIR") or os.environ.get("TORCH_EXTENSIONS_DIR")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(chosen) if chosen else home / "torch_extensions"
-
-
-def _inode(path: Path) -> tuple[int, int]:
-    found = path.lstat()
-    return found.st_dev, found.st_ino
-
-
-def _open_files() -> dict[tuple[int, int], int]:
-    """Device and inode of every file that a process we may look into has open; torch keeps its lock open while it builds."""
-    found: dict[tuple[int, int], int] = {}
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):  # ended, or somebody else's
-            for fd in os.listdir(f"/proc/{entry.name}/fd"):
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    about = os.stat(f"/proc/{entry.name}/fd/{fd}")
-                    found[about.st_dev, about.st_ino] = int(entry.name)
-    return found
+    return extension_locks.cache_of({**os.environ, **ranks})

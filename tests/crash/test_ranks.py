@@ -2,7 +2,6 @@
 disturbed, and what they have in common is stored once."""
 
 import json
-import os
 import shutil
 import signal
 import statistics
@@ -11,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Direct, Run, children, kill, wait_until
+from harness import Direct, Run, kill, wait_until
+from many_ranks import SLOW, hit, ranks, surviving, tracing
 from torch import nn
 
 from perdure.training.checkpoint import manifest
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder
-from perdure.training.engine.export import reading, state_dicts
+from perdure.training.engine.export import state_dicts
 from perdure.training.errors import ConfigError
-from perdure.training.process import ProcessId, identify
+from perdure.training.process import identify
 
 RANKS = Path(__file__).parent / "ranks"
 ITEMS = 61
-SLOW = "launch.env.TINY_sleep=0.3"
-"""Slow enough to be hit in the middle."""
 
 
 @dataclass
@@ -36,57 +34,6 @@ class Reference:
 def make_run(folder: Path, kind: str) -> Run:
     shutil.copytree(RANKS, folder / kind)
     return Run(folder / kind / "run.toml", f"params.kind={kind}", "params.name_at=8")
-
-
-def tracing(run: Run) -> str:
-    return f"launch.env.TINY_trace={run.toml.parent}/trace"
-
-
-def surviving(run: Run, ranks: int = 2) -> dict[tuple[int, int], str]:
-    """The last line of each step of each rank: the earlier ones were rolled back."""
-    found = {}
-    for rank in range(ranks):
-        for line in (run.toml.parent / f"trace-{rank}").read_text().splitlines():
-            found[(rank, json.loads(line)["step"])] = line
-    return found
-
-
-def ranks(run: Run) -> list[ProcessId]:
-    """Those that live, in their order; none before both are there."""
-    launcher = run.child_of_agent("engine.torchrun")
-    found = {number_of(pid): identify(pid) for pid in (children(launcher.pid) if launcher else [])}
-    return [found[0], found[1]] if {0, 1} <= set(found) else []
-
-
-def number_of(pid: int) -> int:
-    try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return -1
-    return next((int(text.partition(b"=")[2]) for text in variables if text.startswith(b"RANK=")), -1)
-
-
-def listening(pids: list[int]) -> set[str]:
-    """Addresses at which these processes take connections."""
-    sockets = {os.readlink(file) for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
-    hexed = {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
-    return {".".join(str(byte) for byte in reversed(bytes.fromhex(address))) for address in hexed}
-
-
-def hit(run: Run, step: int, victims: list[int], number: int, *settings: str) -> tuple[Direct, int]:
-    """Launch, wait for `step`, send a signal to these ranks; the step all had finished then."""
-    direct = Direct(run)
-    trainer = direct.launch([SLOW, tracing(run), *settings])
-    wait_until(lambda: run.step() >= step or not trainer.is_alive(), f"step {step}")
-    found, at = ranks(run), run.step()
-    launcher = run.child_of_agent("engine.torchrun")
-    assert launcher is not None
-    assert listening([launcher.pid, *(rank.pid for rank in found)]) == {"127.0.0.1"}, "the network has no business there"
-    for victim in victims:
-        kill(found[victim], number)
-    trainer.process.wait(60)
-    return direct, at
 
 
 def make_reference(folder: Path, kind: str) -> Reference:
@@ -168,7 +115,7 @@ def test_fsdp2_each_rank_stores_its_pieces_and_readers_put_them_together(fsdp2: 
             assert tuple(entry.shape) == (rows, 16)
             assert f"optimizer/model.0.weight/exp_avg%at/{rank * 33},0" in reader.rank_entries(rank)
         assert_nothing_is_twice_there(reader)
-        found = state_dicts(reading(reader), None)
+        found = state_dicts(reader, None)
     model = nn.Sequential(nn.Linear(16, 65), nn.ReLU(), nn.Dropout(0.1), nn.Linear(65, 4))
     model.load_state_dict(found["model"])
     assert found["optimizer"]["state"][0]["exp_avg"].shape == (65, 16)

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from perdure.training import events, files, slots
-from perdure.training.agent import descendants
+from perdure.training.agent import descendants, extension_locks
 from perdure.training.agent.ranks import Ranks
 from perdure.training.agent.room import Room
 from perdure.training.agent.savers import Savers
@@ -49,6 +49,7 @@ class Agent:
         ]
         self.saver_log = open(self.log_dir / "saver.log", "ab")
         self.savers = Savers(self.run, config, run_id, token, resume.step if resume else 0, self.slots, self.saver_log)
+        self.clear_locks()
         self.ranks = Ranks(self.run, config, token, resume, replan, self.slots)
         self.room = Room(self.run, config, token)
         self.watch = Deadlines(config)
@@ -62,6 +63,14 @@ class Agent:
         self._counter = 0
         self._published = 0.0
         self._state = ""
+
+    def clear_locks(self) -> None:
+        """Of extension builds that were killed: the ranks would wait for them for ever."""
+        removed, left = extension_locks.clear(extension_locks.cache_of({**os.environ, **self.config.launch.env}))
+        texts = [f"removed {path}: a build that was killed had left it" for path in removed]
+        texts += [f"the ranks may wait for {path} for ever, which nobody here holds: remove it" for path in left]
+        for text in texts:
+            events.record(self.run, "notice", text=text, token=self.token)
 
     # what comes in
 

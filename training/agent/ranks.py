@@ -1,4 +1,4 @@
-"""All ranks of a launch: started as one process, or by torchrun; heard, watched by pid, and ended together. A rank that is gone
+"""All ranks of a launch: started as one process or by a launcher, heard, watched by pid, ended together. A rank that is gone
 before its time ends the launch at once."""
 
 import contextlib
@@ -24,7 +24,9 @@ STACK_DUMP_SECS = 2.0
 SOCKET_VARIABLE = "PERDURE_AGENT_SOCKET"
 PARENT_VARIABLE = "PERDURE_AGENT_PID"
 LOGS_VARIABLE = "PERDURE_LOGS"
-"""Set where torchrun starts the ranks: each then opens a log of its own in this folder."""
+"""Set where a launcher starts the ranks: each then opens a log of its own in this folder."""
+_MODULES = {"": "main", "torchrun": "torchrun", "deepspeed": "deepspeed_launch"}
+"""Of perdure.training.engine, by `launch.started_by`."""
 _PHASES = ("starting", "setup", "waiting for slot", "waiting for lease", "evaluation", "training", "leaving")
 """What is true of all ranks if one of them is in it."""
 _CREDENTIALS = struct.Struct("3i")
@@ -78,9 +80,9 @@ class Ranks:
         self._logs: Path = run.logs(token)
         self._own_end = 0
         """Status with which the process we started ended by itself."""
-        self._torchrun = config.launch.launcher == "torchrun" or len(slots) > 1
+        self._launcher = config.launch.started_by
         self._process = self._spawn(config)
-        if not self._torchrun:
+        if not self._launcher:
             self.ranks[0].is_process(self._process.pid)
 
     def _spawn(self, config: RunConfig) -> subprocess.Popen[bytes]:
@@ -92,13 +94,11 @@ class Ranks:
             SESSION_VARIABLE: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }
-        command = [sys.executable, "-m", "perdure.training.engine.main"]
-        log_path = self._logs / rank_log(0)
-        if self._torchrun:
+        command = [sys.executable, "-m", f"perdure.training.engine.{_MODULES[self._launcher]}"]
+        if self._launcher:
             environment[LOGS_VARIABLE] = str(self._logs)
-            command = [sys.executable, "-m", "perdure.training.engine.torchrun", str(len(self.ranks))]
-            log_path = self._logs / "torchrun.log"
-        with files.open_private(log_path) as log:
+            command.append(str(len(self.ranks)))
+        with files.open_private(self._own_log) as log:
             return subprocess.Popen(
                 command,
                 env=environment,
@@ -107,6 +107,11 @@ class Ranks:
                 stdout=log,
                 stderr=log,
             )
+
+    @property
+    def _own_log(self) -> Path:
+        """Of the process that we start."""
+        return self._logs / (f"{self._launcher}.log" if self._launcher else rank_log(0))
 
     # what they say
 
@@ -209,7 +214,7 @@ class Ranks:
         return len(gone) == len(self.ranks) or any(rank.phase != "leaving" for rank in gone)
 
     def _look_for_unheard(self) -> None:
-        """Ranks that torchrun has started and that ended before they could connect."""
+        """Ranks that the launcher has started and that ended before they could connect."""
         unheard = [rank for rank in self.ranks if not rank.pid]
         known = {rank.pid for rank in self.ranks}
         dead = [pid for pid in children(self._process.pid) if pid not in known and start_time(pid) == 0] if unheard else []
@@ -217,12 +222,12 @@ class Ranks:
             rank.is_process(pid)
 
     def _reap(self) -> None:
-        """End what is left, and learn how those ended that were gone before: as orphans of torchrun they are ours."""
+        """End what is left, and learn how those ended that were gone before: as orphans of the launcher they are ours."""
         gone = [rank for rank in self.ranks if rank.gone]
         self._own_end = self._process.poll() or 0
         self._process.kill()
         self._process.wait()
-        if not self._torchrun:
+        if not self._launcher:
             self.ranks[0].status = self._process.returncode
             return
         for rank in self.ranks:
@@ -254,7 +259,7 @@ class Ranks:
 
     @property
     def status(self) -> int:
-        """Of the rank to blame; of another that ended badly by itself, or of torchrun; else 0."""
+        """Of the rank to blame; of another that ended badly by itself, or of the launcher; else 0."""
         return self.blamed.status or min((rank.status for rank in self.ranks if rank.status), default=self._own_end)
 
     @property
@@ -282,9 +287,9 @@ class Ranks:
 
     @property
     def log_path(self) -> Path:
-        """Of the rank to blame, or what torchrun wrote when no rank got far enough to have one."""
+        """Of the rank to blame, or what the launcher wrote when no rank got far enough to have one."""
         path = self._logs / rank_log(self.blamed.number)
-        return path if path.exists() or not self._torchrun else self._logs / "torchrun.log"
+        return path if path.exists() else self._own_log
 
     def close(self) -> None:
         for rank in self.ranks:

@@ -7,6 +7,7 @@ import torch
 
 from perdure.training.engine.leaves import dtype_name
 from perdure.training.engine.state import Tracked, built_settings, group_names, kind_of, type_name
+from perdure.training.engine.zero import ZeroEngine
 
 _SHOWN = 40
 """Names listed before "and N more"."""
@@ -36,6 +37,8 @@ def _compare_one(name: str, obj: Any, plain: Plain, names: Mapping[int, str]) ->
         return [f"{name!r} is a {kind} ({type_name(obj)}) now, a {plain['kind']} ({plain['type']}) in the checkpoint"], []
     if isinstance(obj, torch.nn.Module):
         return [f"model {name!r}: {problem}" for problem in _module(obj, plain)], []
+    if isinstance(obj, ZeroEngine):
+        return [f"DeepSpeed engine {name!r}: {problem}" for problem in _engine(obj, plain)], []
     if kind not in ("optimizer", "scheduler"):
         return [], []
     problems, changes = [], []
@@ -50,17 +53,30 @@ def _compare_one(name: str, obj: Any, plain: Plain, names: Mapping[int, str]) ->
 
 
 def _module(module: torch.nn.Module, plain: Plain) -> list[str]:
+    now = {key: described(value) for key, value in module.state_dict().items()}
+    stored = {key: plain["tensors"].get(key, ()) for key in plain["state"]}
+    return _tensors(now, stored) + _trainable(module, plain["trainable"])
+
+
+def _engine(engine: ZeroEngine, plain: Plain) -> list[str]:
+    now = engine.plain()
+    problems = _tensors(now["tensors"], plain["tensors"]) + _trainable(engine.engine.module, plain["trainable"])
+    if now["stage"] != plain["stage"]:
+        was, fix = plain["stage"], "set it back in the settings of DeepSpeed"
+        problems.append(f"it is of ZeRO stage {was} in the checkpoint, {now['stage']} now: {fix}")
+    return problems
+
+
+def _tensors(now: Mapping[str, tuple[Any, ...]], stored: Mapping[str, tuple[Any, ...]]) -> list[str]:
     problems = []
-    state, stored = module.state_dict(), plain["state"]
-    if missing := [key for key in state if key not in stored]:
+    if missing := [key for key in now if key not in stored]:
         problems.append(f"not in the checkpoint: {listed(missing)}")
-    if unexpected := [key for key in stored if key not in state]:
+    if unexpected := [key for key in stored if key not in now]:
         problems.append(f"only in the checkpoint: {listed(unexpected)}")
-    for key, value in state.items():
-        now = described(value)
-        if key in stored and plain["tensors"].get(key, ()) != now:
-            problems.append(f"{key} is {_shown(plain['tensors'].get(key))} in the checkpoint, {_shown(now)} now")
-    return problems + _trainable(module, plain["trainable"])
+    for key, is_now in now.items():
+        if key in stored and stored[key] != is_now:
+            problems.append(f"{key} is {_shown(stored[key])} in the checkpoint, {_shown(is_now)} now")
+    return problems
 
 
 def _trainable(module: torch.nn.Module, stored: Mapping[str, bool]) -> list[str]:

@@ -19,9 +19,9 @@ import torch
 from perdure.training import files
 from perdure.training.checkpoint.pieces import wholes
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
-from perdure.training.engine.leaves import Decoder, LoadedLeaf, Read
-from perdure.training.engine.restore import read_plain
+from perdure.training.engine.leaves import Decoder, LoadedLeaf, Read, read_plain
 from perdure.training.engine.state import INVENTORY
+from perdure.training.engine.zero_files import weights
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, PerdureError
 
 
@@ -38,17 +38,21 @@ def reading(reader: CheckpointReader) -> Read:
     return read
 
 
-def state_dicts(read: Read, only: str | None) -> dict[str, Any]:  # Any: state dicts of tracked objects
-    """What each tracked object's state_dict() returned, built of torch tensors and plain values only."""
+def state_dicts(reader: CheckpointReader, only: str | None) -> dict[str, Any]:  # Any: state dicts of tracked objects
+    """What each tracked object's state_dict() returned, built of torch tensors and plain values only; of a DeepSpeed engine all
+    weights."""
+    read = reading(reader)
     names = [name for name in read_plain(read, INVENTORY) if only is None or fnmatchcase(name, only)]
     if not names:
         raise CheckpointNotFound(f"no tracked object is called {only!r}", f"it has {', '.join(read_plain(read, INVENTORY))}")
-    return {name: _simple(_state_dict(name, read)) for name in names}
+    return {name: _simple(_state_dict(name, reader, read)) for name in names}
 
 
-def _state_dict(name: str, read: Read) -> Any:  # Any: as in state_dicts
+def _state_dict(name: str, reader: CheckpointReader, read: Read) -> Any:  # Any: as in state_dicts
     plain, decoder = read_plain(read, name), Decoder(name, read)
     try:
+        if plain["kind"] == "engine":
+            return weights(name, plain, reader, read)
         if plain["kind"] == "optimizer":
             return _optimizer(plain, decoder)
         return decoder.decode(plain["state"])
@@ -85,7 +89,7 @@ def _simple(value: Any) -> Any:  # Any: as in state_dicts
 def export(folder: Path, out: Path, only: str | None) -> dict[str, Any]:  # Any: JSON values
     """Write `out`, whole or not at all; it is read back the way its users will before it appears."""
     with open_checkpoint(folder) as reader:
-        content = state_dicts(reading(reader), only)
+        content = state_dicts(reader, only)
     temporary = files.temporary_name(out)
     try:
         _save(content, temporary)

@@ -18,12 +18,14 @@ from perdure.training.checkpoint.pieces import is_piece
 from perdure.training.engine.compare import listed
 from perdure.training.engine.shards import local
 from perdure.training.engine.state import Tracked, collect, kind_of, parameter_names
+from perdure.training.engine.zero import ZeroEngine
 from perdure.training.errors import CheckpointDamaged, ConfigError, NonFinite
 
 logger = logging.getLogger(__name__)
 
 _STATEFUL = (LRScheduler, torch.amp.GradScaler, torch.optim.Optimizer)
-_STRICT = ("module", "optimizer", "scheduler", "scaler")
+_ONE_STEP = "one session step is one optimizer step: loop over the micro batches of gradient accumulation inside it"
+_STRICT = ("engine", "module", "optimizer", "scheduler", "scaler")
 
 
 def check_after_load(
@@ -61,11 +63,10 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
 def check_finite(tracked: Tracked, step: int) -> None:
     """Raises NonFinite naming the parameters that hold NaN or infinity. One read of the weights, no copy of them."""
     named = [
-        (f"{name}.{parameter_name}", local(parameter).detach())
+        (f"{name}.{parameter_name}", tensor)
         for name, obj in tracked.items()
-        if isinstance(obj, torch.nn.Module)
-        for parameter_name, parameter in obj.named_parameters()
-        if parameter.requires_grad and parameter.is_floating_point() and local(parameter).numel()
+        for parameter_name, tensor in _trained(obj)
+        if tensor.is_floating_point() and tensor.numel()
     ]
     if not named:
         return
@@ -76,23 +77,39 @@ def check_finite(tracked: Tracked, step: int) -> None:
         raise NonFinite(f"step {step}: {listed(bad)} hold NaN or infinity: nothing is saved, the newest checkpoint stays good")
 
 
+def _trained(obj: Any) -> Iterator[tuple[str, torch.Tensor]]:  # Any: a tracked object
+    """Parameters, as far as they are in this process."""
+    if isinstance(obj, ZeroEngine):
+        yield from obj.trained()
+    elif isinstance(obj, torch.nn.Module):
+        for name, parameter in obj.named_parameters():
+            if parameter.requires_grad:
+                yield name, local(parameter).detach()
+
+
 class StepWatch:
     """Counts optimizer steps, tells skipped ones apart, and refuses to save between the micro batches of one step."""
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
         self._optimizers = {name: obj for name, obj in tracked.items() if isinstance(obj, torch.optim.Optimizer)}
+        self._engines = {name: obj for name, obj in tracked.items() if isinstance(obj, ZeroEngine)}
         self._scalers = [obj for obj in tracked.values() if isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()]
         self.made = dict.fromkeys(self._optimizers, 0)
         """Optimizer steps since this process began, by tracked name."""
-        self.skipped = 0
-        """Session steps whose optimizer steps a GradScaler left out, since this process began."""
+        self._skipped = 0
         self._in_step = dict.fromkeys(self._optimizers, 0)
         self._unused = dict.fromkeys(self._optimizers, False)
         """Gradients were accumulated after the optimizer's last step."""
         self._versions = self._scaler_versions()
         self._looked = False
         self._handles = [handle for name in self._optimizers for handle in self._hook(name)]
+        self._handles += [engine.watch() for engine in self._engines.values()]
+
+    @property
+    def skipped(self) -> int:
+        """Session steps whose optimizer steps a GradScaler or DeepSpeed left out, since this process began."""
+        return self._skipped + sum(engine.skipped for engine in self._engines.values())
 
     def _hook(self, name: str) -> Iterator[Any]:  # Any: removable handles of two kinds
         # torch holds hooks where Python's collector does not look: they must not hold the watch and with it everything tracked
@@ -126,24 +143,29 @@ class StepWatch:
         updated, self._versions = versions != self._versions, versions
         if self._optimizers and not any(self._in_step.values()):
             if updated:  # the scaler found infinite gradients, left the step out and lowered its scale
-                self.skipped += 1
+                self._skipped += 1
                 self._unused.update(dict.fromkeys(self._optimizers, False))
             else:
                 self._check_whole(step)
         self._in_step.update(dict.fromkeys(self._optimizers, 0))
+        self._check_engines(step)
 
     def check_before_save(self, step: int) -> None:
         """Raises ConfigError for gradients of an unfinished window, NonFinite for weights nobody should keep."""
         self._check_whole(step)
+        self._check_engines(step)
         check_finite(self._tracked, step)
 
     def _check_whole(self, step: int) -> None:
         for name, optimizer in self._optimizers.items():
             if self._unused[name] and _has_gradients(optimizer):
-                raise ConfigError(
-                    f"session step {step} ended with gradients that optimizer {name!r} has not used",
-                    "one session step is one optimizer step: loop over the micro batches of gradient accumulation inside it",
-                )  # fmt: skip
+                raise ConfigError(f"session step {step} ended with gradients that optimizer {name!r} has not used", _ONE_STEP)
+
+    def _check_engines(self, step: int) -> None:
+        for name, engine in self._engines.items():
+            if not engine.is_whole():
+                within = f"within a gradient accumulation window of the DeepSpeed engine {name!r}"
+                raise ConfigError(f"session step {step} ended {within}", _ONE_STEP)
 
     def _scaler_versions(self) -> list[tuple[int, int]]:
         """Changes with each GradScaler.update(), without reading the scale from its device."""
@@ -161,6 +183,9 @@ def check_registered(tracked: Tracked) -> None:
     problems = [*_unsaved_parameters(tracked)]
     optimizers = [obj for obj in tracked.values() if isinstance(obj, torch.optim.Optimizer)]
     known = {id(obj) for obj in tracked.values()} | {id(inner) for obj in tracked.values() for inner in _nested(obj)}
+    for engine in (obj for obj in tracked.values() if isinstance(obj, ZeroEngine)):
+        optimizers += engine.optimizers
+        known |= {id(obj) for obj in (*engine.optimizers, engine.engine.lr_scheduler)}
     scaled = any(isinstance(obj, torch.amp.GradScaler) for obj in tracked.values())
     if any(id(obj) not in known and _is_stray(obj, optimizers, scaled) for obj in _alive(*_STATEFUL)):
         gc.collect()  # what was built and dropped may still lie around in a cycle

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from perdure.training.checkpoint.pieces import piece_path
-from perdure.training.checkpoint.plain import pack_plain
+from perdure.training.checkpoint.plain import pack_plain, unpack_plain
 from perdure.training.checkpoint.room import ALIGNMENT
 from perdure.training.engine.shards import Place, is_sharded, local, place_of, with_layout
 from perdure.training.errors import CheckpointDamaged, PerdureError
@@ -24,7 +24,7 @@ _SCALARS = frozenset({type(None), bool, int, float, str, bytes, complex})
 _MARKERS = {
     "tensor-ref": "tensor", "array-ref": "_array_ref", "array": "_array", "numpy-scalar": "_numpy_scalar",
     "torch-size": "_torch_size", "torch-dtype": "_torch_dtype", "torch-device": "_torch_device",
-    "deque": "_deque", "counter": "_counter", "tuple": "_marked_tuple",
+    "deque": "_deque", "counter": "_counter", "tuple": "_marked_tuple", "deepspeed": "_deepspeed",
 }  # fmt: skip
 """First item of a tuple that stands for something else -> the Decoder's method for it."""
 _MAX_DEPTH = 100
@@ -98,6 +98,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 def plain_leaf(path: str, value: Any) -> Leaf:  # Any: plain values
     data = pack_plain(value, path)
     return Leaf(path, "plain", data, "plain", (len(data),))
+
+
+def read_plain(read: Read, path: str) -> Any:  # Any: plain values
+    """The value of a plain leaf. Raises CheckpointDamaged where it is missing or is none."""
+    try:
+        leaf = read(path)
+    except KeyError:
+        raise CheckpointDamaged(f"the checkpoint holds no leaf {path!r}", part=path) from None
+    if leaf.kind != "plain":
+        raise CheckpointDamaged(f"leaf {path!r} is a {leaf.kind}, not plain data", part=path)
+    return unpack_plain(leaf.data)
 
 
 class Encoder:
@@ -195,7 +206,7 @@ class Decoder:
     def __init__(self, root: str, read: Read, read_part: ReadPart | None = None) -> None:
         """`read_part`: needed where live values are DTensors."""
         self.root = root
-        self._read, self._read_part = read, read_part
+        self.read, self._read_part = read, read_part
         self._like: DTensor | None = None
 
     def decode_as(self, value: Any, like: Any) -> Any:  # Any: plain values in, user state out; a live value
@@ -213,7 +224,7 @@ class Decoder:
                 part = self._read_part(path, tuple(like.shape), place_of(like, path))
                 if part is not None:
                     return with_layout(part.tensor(path), like)
-            return self._read(path).tensor(path)
+            return self.read(path).tensor(path)
         except KeyError:
             raise CheckpointDamaged(f"{path} is named in {self.root} but is not in the checkpoint", part=path) from None
 
@@ -261,6 +272,9 @@ class Decoder:
 
     def _marked_tuple(self, items: list[Any]) -> tuple[Any, ...]:
         return tuple(self.decode(items))
+
+    def _deepspeed(self, name: str, fields: Any) -> Any:  # Any: plain values in, an object out
+        raise ValueError(f"a {name} outside the state of a DeepSpeed engine")
 
 
 def _join(path: str, key: str) -> str:

@@ -14,6 +14,7 @@ from perdure.training.engine.compare import listed
 from perdure.training.engine.leaves import LoadedLeaf, escape
 from perdure.training.engine.shards import Place
 from perdure.training.engine.state import Tracked
+from perdure.training.engine.zero import ZeroEngine
 from perdure.training.errors import ConfigError
 
 
@@ -60,7 +61,7 @@ def check_can_spread(reader: CheckpointReader, tracked: Tracked) -> None:
     """Whether another number of ranks can go on from it. Raises ConfigError naming what belongs to single ranks. Buffers of a
     module may differ (running means, say): a new rank has those of rank 0."""
     several = {path.partition("/")[0] for path in _in_several(reader) - _buffers(tracked)}
-    own = [name for name, obj in tracked.items() if name in several or isinstance(obj, StatefulDataLoader)]
+    own = [name for name, obj in tracked.items() if name in several or isinstance(obj, (StatefulDataLoader, ZeroEngine))]
     if own:
         raise ConfigError(
             f"the checkpoint {reader.manifest.name} is of {reader.ranks} ranks, and each has its own state of {listed(own)}, "

@@ -1,15 +1,14 @@
 """Loading a checkpoint's state into what the user built. Everything is compared first; nothing is touched if anything differs.
 
-Order: modules, optimizers, schedulers, the rest. A scheduler's construction writes into its optimizer, its loading does not."""
+Order: engines, modules, optimizers, schedulers, the rest. A scheduler writes into its optimizer when made, not when loaded."""
 
 from typing import Any
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from perdure.training.checkpoint.plain import unpack_plain
 from perdure.training.engine import compare, replanning
-from perdure.training.engine.leaves import Decoder, Read, ReadPart
+from perdure.training.engine.leaves import Decoder, Read, ReadPart, read_plain
 from perdure.training.engine.state import (
     INVENTORY,
     Tracked,
@@ -20,9 +19,10 @@ from perdure.training.engine.state import (
     note_built,
     parameter_names,
 )
-from perdure.training.errors import CheckpointDamaged, ConfigError, PerdureError
+from perdure.training.engine.zero import ZeroEngine
+from perdure.training.errors import ConfigError, PerdureError
 
-_ORDER = ("module", "optimizer", "scheduler", "scaler", "object")
+_ORDER = ("engine", "module", "optimizer", "scheduler", "scaler", "object")
 _LOAD_ERRORS = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError)
 """What a load_state_dict raises on state it does not like."""
 
@@ -48,23 +48,14 @@ def restore(tracked: Tracked, read: Read, read_part: ReadPart | None = None, *, 
     return plan_changes
 
 
-def read_plain(read: Read, path: str) -> Any:  # Any: plain values
-    """The value of a plain leaf. Raises CheckpointDamaged where it is missing or is none."""
-    try:
-        leaf = read(path)
-    except KeyError:
-        raise CheckpointDamaged(f"the checkpoint holds no leaf {path!r}", part=path) from None
-    if leaf.kind != "plain":
-        raise CheckpointDamaged(f"leaf {path!r} is a {leaf.kind}, not plain data", part=path)
-    return unpack_plain(leaf.data)
-
-
 def _load(obj: Any, decoder: Decoder, plain: dict[str, Any], names: dict[int, str]) -> None:  # Any: a tracked object
     try:
         if isinstance(obj, torch.nn.Module):
             load_module(obj, decoder, plain)
         elif isinstance(obj, torch.optim.Optimizer):
             load_optimizer(obj, decoder, plain, names)
+        elif isinstance(obj, ZeroEngine):
+            obj.load(decoder, plain)
         else:
             obj.load_state_dict(decoder.decode(plain["state"]))
             if isinstance(obj, StatefulDataLoader):

@@ -26,6 +26,7 @@ from perdure.training.engine.rng import RNG, Generators, load_rng, rng_leaves, s
 from perdure.training.engine.shards import meshes
 from perdure.training.engine.stage import Stager
 from perdure.training.engine.state import Tracked, collect, note_built
+from perdure.training.engine.zero import ZeroEngine, check_not_twice
 from perdure.training.errors import ConfigError, NonFinite
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.slots import About
@@ -69,6 +70,7 @@ class Snapshots:
                     f"an iterator of {label!r} was made before the first step: on resume it would start the epoch again",
                     "call iter() after session.resume(), or inside the loop over session.steps()",
                 )
+        check_not_twice(tracked)
         note_built(tracked)
         self._environment = environment.environment()
         self._code = environment.code_state(Path(self._link.welcome["config_dir"]))
@@ -80,6 +82,8 @@ class Snapshots:
         self._world = {"size": int(self._link.welcome["world"])}
         if found := meshes(tracked):
             self._world["meshes"] = found
+        if stages := {name: obj.stage for name, obj in tracked.items() if isinstance(obj, ZeroEngine)}:
+            self._world["zero"] = stages
         self.last_step = step
         return step
 
@@ -95,7 +99,6 @@ class Snapshots:
             own = unpack_plain(loading.read(SESSION).data)
             self._skipped = int(own["skipped"])
             self._metrics.load_state_dict(own["metrics"])
-            self._metrics.newest = dict(reader.manifest.metrics or {})
             if others:
                 self._metrics.tokens = int(reader.manifest.data["tokens"]) if rank == 0 else 0
             invariants.check_after_load(self._tracked, name.step, loading.digests, threads=threads, replan=replan)
@@ -129,8 +132,13 @@ class Snapshots:
         if self._size != (size := _size(self._tracked)):
             self._size = size
             leaves = self._leaves(step)
-            pieces = sum(leaf.value.nbytes for leaf in leaves if is_piece(leaf.path) and isinstance(leaf.value, torch.Tensor))
+            tensors = ((leaf.path, leaf.value) for leaf in leaves if isinstance(leaf.value, torch.Tensor))
+            pieces = sum(tensor.nbytes for path, tensor in tensors if self._is_own(path))
             self._link.wait_for_room(self._stager.prepare(leaves), pieces)
+
+    def _is_own(self, path: str) -> bool:
+        """Whether no other rank can have it."""
+        return is_piece(path) or isinstance(self._tracked.get(path.partition("/")[0]), ZeroEngine)
 
     def cut(self, step: int, milestone: str = "") -> None:
         """Stage a snapshot of this very moment and hand it to the agent, to be written. The step waits for one memory copy."""
@@ -191,7 +199,6 @@ class Snapshots:
             exact=not self._exact_reasons,
             exact_reasons=tuple(self._exact_reasons),
             milestone=milestone or msgspec.UNSET,
-            metrics=dict(self._metrics.newest) or msgspec.UNSET,
         )
 
 
@@ -209,4 +216,6 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _size(tracked: Tracked) -> tuple[int, ...]:
     """Parameters that each optimizer has state for: cheap to ask after every step."""
-    return tuple(len(obj.state) for obj in tracked.values() if isinstance(obj, torch.optim.Optimizer)) or (1,)
+    engines = [obj for obj in tracked.values() if isinstance(obj, ZeroEngine)]
+    optimizers = [*tracked.values(), *(one for engine in engines for one in engine.optimizers)]
+    return tuple(len(one.state) for one in optimizers if isinstance(one, torch.optim.Optimizer)) or (1,)

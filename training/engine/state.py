@@ -15,6 +15,7 @@ from perdure.training.engine.leaves import Encoder, Leaf, dtype_name, escape, pl
 from perdure.training.engine.remembered import Memory
 from perdure.training.engine.rng import preserving
 from perdure.training.engine.shards import check_state, gather_in
+from perdure.training.engine.zero import ZeroEngine, check_engine, is_engine
 from perdure.training.errors import PerdureError
 
 INVENTORY = "perdure.tracked"
@@ -32,6 +33,9 @@ def check_trackable(name: str, obj: Any) -> None:  # Any: what a user hands over
         raise PerdureError(
             f"session.track: {name!r} cannot be a name: it must not be empty, start with 'perdure.' or hold '/' or '%'"
         )
+    if isinstance(obj, ZeroEngine):
+        check_engine(name, obj.engine)
+        return
     if type(obj).__name__ == "FullyShardedDataParallel":
         raise PerdureError(f"session.track: {name!r} is wrapped in FSDP's first version", "shard it with fully_shard")
     for method in ("state_dict", "load_state_dict"):
@@ -43,8 +47,11 @@ def check_trackable(name: str, obj: Any) -> None:  # Any: what a user hands over
 
 
 def unwrapped(obj: Any) -> Any:  # Any: what a user hands over
-    """What is saved of it: of a DistributedDataParallel the module inside, whose names have no `module.` before them."""
-    return obj.module if isinstance(obj, torch.nn.parallel.DistributedDataParallel) else obj
+    """What is saved of it: of a DistributedDataParallel the module inside, whose names have no `module.` before them; of a
+    DeepSpeed engine all that DeepSpeed saves."""
+    if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+        return obj.module
+    return ZeroEngine(obj) if is_engine(obj) else obj
 
 
 def collect(tracked: Tracked, memory: Memory | None = None) -> list[Leaf]:
@@ -61,6 +68,8 @@ def collect(tracked: Tracked, memory: Memory | None = None) -> list[Leaf]:
 
 def collect_one(name: str, obj: Any, names: Mapping[int, str], memory: Memory | None = None) -> list[Leaf]:  # Any: tracked
     """The leaves of one object, its plain leaf first."""
+    if isinstance(obj, ZeroEngine):
+        return obj.leaves(name)
     encoder = Encoder(name)
     if isinstance(obj, torch.nn.Module):
         known = memory.module(name, obj) if memory else None
@@ -91,7 +100,9 @@ def _packed_once(module: torch.nn.Module, name: str, plain: dict[str, Any]) -> L
 
 
 def kind_of(obj: Any) -> str:  # Any: a tracked object
-    """`module`, `optimizer`, `scheduler`, `scaler` or `object`; also the order in which they are restored."""
+    """`engine`, `module`, `optimizer`, `scheduler`, `scaler` or `object`; also the order in which they are restored."""
+    if isinstance(obj, ZeroEngine):
+        return "engine"
     if isinstance(obj, torch.nn.Module):
         return "module"
     if isinstance(obj, torch.optim.Optimizer):

@@ -1,11 +1,8 @@
-"""What the agent starts for several ranks: torchrun, which ends with the agent and only starts them. Watching them and starting
-again is ours."""
+"""What the agent starts for several ranks: torchrun, which only starts them. Watching them and starting again is ours."""
 
-import os
-import socket
 import sys
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported all the same
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported all the same
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -15,29 +12,23 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import main as torchrun
 
-from perdure.training.process import die_with_parent
+from perdure.training.engine.loopback import HOST, become_launcher, meeting_place
 
 _NEVER = "86400"
 """Seconds between its looks at the ranks. The agent watches them, and must be the one to learn how they ended."""
-_HOST = "127.0.0.1"
 
 
 class _ThisMachine(RendezvousHandler):
-    """The ranks meet at a port of the loopback interface. torch's own ways to meet listen on all interfaces, and c10d unpickles
-    what anybody who gets there has put."""
-
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._id = parameters.run_id
-        listener = socket.create_server((_HOST, 0))
-        self._port = listener.getsockname()[1]
-        self._store = TCPStore(_HOST, self._port, is_master=True, master_listen_fd=listener.detach())
+        self._store = meeting_place()
 
     @property
     def use_agent_store(self) -> bool:
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(PrefixStore(self._id, self._store), 0, 1, RendezvousStoreInfo(_HOST, self._port))
+        return RendezvousInfo(PrefixStore(self._id, self._store), 0, 1, RendezvousStoreInfo(HOST, self._store.port))
 
     def get_backend(self) -> str:
         return "perdure"
@@ -59,11 +50,9 @@ class _ThisMachine(RendezvousHandler):
 
 
 def main() -> None:
-    die_with_parent(int(os.environ["PERDURE_AGENT_PID"]))
-    os.environ["PERDURE_AGENT_PID"] = str(os.getpid())  # the parent that the ranks are to look for
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    become_launcher()
     rendezvous_handler_registry.register("perdure", _ThisMachine)
-    local = ["--nnodes=1", "--rdzv-backend=perdure", f"--rdzv-endpoint={_HOST}", f"--local-addr={_HOST}", "--max-restarts=0"]
+    local = ["--nnodes=1", "--rdzv-backend=perdure", f"--rdzv-endpoint={HOST}", f"--local-addr={HOST}", "--max-restarts=0"]
     torchrun([*local, f"--nproc-per-node={sys.argv[1]}", f"--monitor-interval={_NEVER}", "-m", "perdure.training.engine.main"])
 
 

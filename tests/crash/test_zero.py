@@ -1,0 +1,102 @@
+"""Two ranks under DeepSpeed: whichever is killed, the finished state, the order of the data and the rates are those of a run
+nobody disturbed; what DeepSpeed would have written into files is ordinary state of a checkpoint."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Direct, Run
+from many_ranks import hit, surviving, tracing
+from torch import nn
+
+from perdure.training.checkpoint.plain import unpack_plain
+from perdure.training.checkpoint.reader import open_checkpoint
+from perdure.training.checkpoint.verify import verify_folder
+
+ZERO = Path(__file__).parent / "zero"
+OTHER_SEED = "launch.env.TINY_seed=2"
+"""What is not loaded differs."""
+
+
+def make_run(folder: Path, *settings: str) -> Run:
+    shutil.copytree(ZERO, folder / "zero")
+    return Run(folder / "zero" / "run.toml", *settings)
+
+
+def undisturbed(folder: Path, *settings: str) -> Run:
+    run = make_run(folder, *settings)
+    end = Direct(run).train_to_end([tracing(run)])
+    assert end.reason == "complete", end
+    return run
+
+
+def leaves_of(run: Run) -> dict[str, Any]:
+    """Of the last checkpoint: plain leaves as values, of tensors their shapes."""
+    with open_checkpoint(run.dir.checkpoint(run.committed()[-1])) as reader:
+        return {
+            path: unpack_plain(reader.read(path, rank)) if entry.kind == "plain" else entry.shape
+            for path, (rank, entry) in reader.state().items()
+        }
+
+
+def lose(run: Run, step: int, victims: list[int], *settings: str) -> None:
+    """A launch that is killed after this step."""
+    direct, at = hit(run, step, victims, signal.SIGKILL, *settings)
+    end = direct.end()
+    assert (end.reason, end.error_class) == ("failed", "infrastructure"), end
+    assert len(victims) > 1 or end.detail == f"rank {victims[0]} was killed by SIGKILL"
+    assert run.committed()[-1].step >= at - 1, "no finished step of which both have a snapshot is lost"
+
+
+KILLS: list[Any] = [(2, [[1]])]  # Any: pytest's parameter sets
+KILLS += [pytest.param(stage, [[0], [0, 1]], marks=pytest.mark.chaos) for stage in (0, 1, 2, 3)]
+"""ZeRO's stage, and the victims of each launch but the last."""
+
+
+@pytest.mark.parametrize(("stage", "kills"), KILLS)
+def test_zero_ends_bit_identical_after_ranks_are_killed(tmp_path: Path, stage: int, kills: list[list[int]]) -> None:
+    reference = undisturbed(tmp_path / "reference", f"params.stage={stage}")
+    run = make_run(tmp_path, f"params.stage={stage}")
+    for number, victims in enumerate(kills):
+        lose(run, 3 + 8 * number, victims, f"launch.launcher={('deepspeed', 'torchrun')[number]}")
+    assert Direct(run).train_to_end([tracing(run), OTHER_SEED, "checkpoint.audit=true"]).reason == "complete"
+    assert run.digest() == reference.digest()
+    assert surviving(run) == surviving(reference)
+    assert all(verify_folder(run.dir.checkpoint(name)) == [] for name in run.committed())
+    assert_it_is_ordinary_state(run, stage)
+    if len(kills) > 1:
+        assert_restore_gives_the_weights(run)
+
+
+def assert_it_is_ordinary_state(run: Run, stage: int) -> None:
+    with open_checkpoint(run.dir.checkpoint(run.committed()[-1])) as reader:
+        assert reader.manifest.world == {"size": 2, "zero": {"model": stage}}
+        own = [{path for path in reader.rank_entries(rank) if path.startswith("model/")} for rank in (0, 1)]
+        assert own[0] & own[1] == {"model/%buffers/mean"}, "nothing else is of each rank and has the same name"
+    leaves = leaves_of(run)
+    assert leaves["model"]["trainable"]["frozen.weight"] is False
+    assert "planted-and-never-saved" not in json.dumps(leaves, default=str)
+    assert any(path.endswith("exp_avg") for path in leaves)
+
+
+def assert_restore_gives_the_weights(run: Run) -> None:
+    out = run.toml.parent / "weights.pt"
+    command = [sys.executable, "-m", "perdure.training.engine.export", str(run.dir.checkpoint(run.committed()[-1])), str(out)]
+    assert json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["objects"] == [
+        "model",
+        "loader",
+    ]
+    weights = torch.load(out)["model"]
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    assert shapes == {
+        "frozen.weight": (16, 16), "frozen.bias": (16,), "mean": (16,),
+        "trained.0.weight": (65, 16), "trained.0.bias": (65,), "trained.3.weight": (4, 65), "trained.3.bias": (4,),
+    }  # fmt: skip
+    torch.manual_seed(1)
+    assert torch.equal(weights["frozen.weight"].float(), nn.Linear(16, 16).weight.bfloat16().float())

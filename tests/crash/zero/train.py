@@ -1,0 +1,95 @@
+"""TINY under DeepSpeed: a frozen layer, a buffer of each rank's own, dropout, two micro batches in a step, a scheduler that the
+caller makes, and a data set that does not divide."""
+
+import json
+import os
+import random
+import time
+
+import deepspeed
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import Dataset
+
+from perdure.training import Session
+from perdure.training.engine.data import ResumableLoader
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 30 s of compiling for what only inference uses
+ITEMS, BATCH = 61, 8
+"""Of all ranks together."""
+
+
+class Items(Dataset[tuple[int, torch.Tensor]]):
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.randn(16, generator=torch.Generator().manual_seed(index))
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(16))
+        self.trained = nn.Sequential(nn.Linear(16, 65), nn.ReLU(), nn.Dropout(0.1), nn.Linear(65, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(x)
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.1)
+        return self.trained(x - self.mean.to(x.dtype))
+
+
+def make_engine(session: Session, seed: int) -> deepspeed.DeepSpeedEngine:
+    torch.manual_seed(seed)
+    model = Tiny()
+    dtype = session.params.get("dtype", "bf16")
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // session.world_size,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": session.params["stage"], "stage3_param_persistence_threshold": 0},
+        "comet": {"api_key": "planted-and-never-saved"},
+        "gradient_clipping": 1.0,
+        **({} if dtype == "fp32" else {dtype: {"enabled": True}}),
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=[one for one in model.parameters() if one.requires_grad],
+        config=config,
+        lr_scheduler=lambda optimizer: OneCycleLR(optimizer, 1e-2, total_steps=session.total_steps + 1),
+    )
+    return engine
+
+
+def train(session: Session) -> None:
+    trial = {name[5:]: value for name, value in os.environ.items() if name.startswith("TINY_")}
+    deepspeed.init_distributed()
+    engine = make_engine(session, int(trial.get("seed", 1)))
+    torch.manual_seed(100 + session.rank)  # dropout of each rank's own
+    random.seed(session.rank)
+    np.random.seed(session.rank)
+    loader = ResumableLoader(
+        Items(), seed=3, batch_size=BATCH // session.world_size, rank=session.rank, world=session.world_size
+    )
+    session.track(model=engine, loader=loader)
+    batches = loader.forever()
+    dtype = next(engine.module.parameters()).dtype
+    for step in session.steps():
+        seen, losses = [], []
+        for _ in range(engine.gradient_accumulation_steps()):
+            indices, x = next(batches)
+            loss = engine(x.to(dtype)).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            seen += indices.tolist()
+            losses.append(float(loss))
+        session.log(loss=loss, tokens=len(seen))
+        time.sleep(float(trial.get("sleep", 0)) + 0.005 * session.rank)
+        if "trace" in trial:
+            told = {"step": step, "indices": seen, "loss": (sum(losses) / len(losses)).hex(), "lr": engine.get_lr()}
+            with open(f"{trial['trace']}-{session.rank}", "a") as file:
+                file.write(json.dumps(told) + "\n")
