@@ -28,7 +28,7 @@ _COUNTS = {
     "keep_hourly": "the newest of each of the last N hours that have one",
     "keep_daily": "the newest of each of the last N days that have one",
     "keep_weekly": "the newest of each of the last N weeks that have one",
-    "keep_best": "the best N by the loss",
+    "keep_best": "the best N by --best",
 }
 
 
@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind = _number if key == "keep_last" else int
         group.add_argument(f"--{key.replace('_', '-')}", type=kind, metavar="N", help=f"keep {text}")
     group.add_argument("--keep-within", metavar="AGE", help="keep those at most so much older than the newest: 36h, 7d, 2w")
-    group.add_argument("--best", choices=("loss", "last", "least"), help="what --keep-best compares; default: loss (smoothed)")
+    group.add_argument(
+        "--best", metavar="NAME", help="what --keep-best compares: loss (smoothed; the default), last, least, or a logged name"
+    )
     group.add_argument("--best-mode", choices=("min", "max"), help="whether the lowest or the highest is best; default: min")
     parser.add_argument("--tier", metavar="PLACE", help="prune the copies there, not here: `store`, or the name of a tier")
     parser.add_argument("--dry-run", action="store_true", help="show the plan, delete nothing")

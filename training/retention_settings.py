@@ -22,9 +22,10 @@ class RetentionSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     keep_within: str = ""
     """Those at most so much older than the newest: `36h`, `7d`, `2w`, `1d12h`."""
     keep_best: int | None = None
-    """The best so many by `best`."""
-    best: Literal["loss", "last", "least"] = "loss"
-    """Of the loss when the checkpoint was cut: its smoothed value, that of the step, or the least until then."""
+    """The best so many by `best`; while no checkpoint has a value of it, all."""
+    best: str = "loss"
+    """When the checkpoint was cut: `loss` (smoothed), `last` (that of the step), `least` (until then), or the newest value of
+    what the training code logged under this name."""
     best_mode: Literal["min", "max"] = "min"
 
     @property
@@ -55,6 +56,8 @@ def wrong_retention(section: RetentionSection, name: str = "retention") -> Itera
         number = getattr(section, key)
         if isinstance(number, int) and number < 1:
             yield f"{name}.{key} = {number} would keep none", 'set 1 or more, or leave it out; keep_last = "all" keeps all'
+    if not section.best or not section.best.isprintable():
+        yield f"{name}.best = {section.best!r} is no name", "write loss, last, least, or the name of what session.log was given"
     try:
         if section.keep_within and not parse_age(section.keep_within):
             yield f"{name}.keep_within = {section.keep_within!r} is no time at all", "leave it out"

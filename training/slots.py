@@ -56,6 +56,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     exact_reasons: tuple[str, ...] = ()
     milestone: str | msgspec.UnsetType = msgspec.UNSET
     """The name that the training code gave this checkpoint."""
+    metrics: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
+    """The newest finite value of each name that it logged, loss and tokens apart."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,11 +21,11 @@ START = datetime(2026, 3, 2, tzinfo=UTC).timestamp()
 HOUR, DAY = 3600.0, 86400.0
 
 
-def made(step: int, created: float = START, loss: dict[str, Any] | None = None, token: int = 1) -> Listed:
+def made(step: int, created: float = START, loss: dict[str, Any] | None = None, token: int = 1, **metrics: float) -> Listed:
     manifest = Manifest(
         format="perdure-checkpoint", version=2, run="r", step=step, token=token, created=created, state_digest="", raw_bytes=0,
         stored_bytes=0, leaves=0, files=(), world={}, data={}, environment={}, code={}, config={}, loss=loss or {}, exact=True,
-        exact_reasons=(),
+        exact_reasons=(), metrics=metrics or msgspec.UNSET,
     )  # fmt: skip
     name = CheckpointName(step, token)
     return Listed(name=name, in_lineage=True, trust="verified", manifest=manifest, problem="", bytes_on_disk=100)
@@ -117,6 +118,22 @@ def test_the_best_by_a_finite_loss_and_of_equals_the_newest(policy: KeepBest, ex
     assert steps(policy, *LOSSES) == expected
 
 
+def test_the_best_by_what_the_code_logged_where_no_number_and_no_value_never_count() -> None:
+    rows = [made(10, accuracy=0.7), made(20, accuracy=0.9), made(30, last=5.0), made(40, accuracy=float("nan")), made(50)]
+    assert steps(KeepBest(1, "accuracy", "max"), *rows) == [20]
+    assert steps(KeepBest(9, "accuracy", "min"), *rows) == [10, 20]
+    assert steps(KeepBest(1, "last"), *rows) == [], "three names are those of the loss"
+
+
+def test_while_none_has_a_value_of_what_is_to_be_best_all_stay() -> None:
+    section = RetentionSection(keep_last=1, keep_best=1, best="acuracy", best_mode="max")
+    rows = [made(step, accuracy=step / 100) for step in (10, 20, 30)]
+    plan = retention.plan(rows, section, False)
+    assert plan.remove == ()
+    assert plan.verdicts[0].reasons == ("no checkpoint has a value of acuracy yet",)
+    assert [one.name.step for one in retention.plan([*rows, made(40, acuracy=0.1)], section, False).keep] == [40]
+
+
 def test_a_reason_says_which_and_how_many() -> None:
     rows = [made(10, loss={"smoothed": 2.0})]
     said = [
@@ -170,7 +187,9 @@ def test_ages(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"keep_within": text} for text in ("7", "d", "7m", "-1d", "1d x", "0h")] + [{"keep_daily": -1}, {"keep_best": 0}]
+    "given",
+    [{"keep_within": text} for text in ("7", "d", "7m", "-1d", "1d x", "0h")]
+    + [{"keep_daily": -1}, {"keep_best": 0}, {"best": ""}],
 )
 def test_what_cannot_be_is_refused_by_its_name(given: dict[str, Any]) -> None:
     ((problem, fix),) = wrong_retention(RetentionSection(**given))

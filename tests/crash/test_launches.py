@@ -55,6 +55,12 @@ def test_rank_killed_resumes_from_last_committed_and_ends_bit_identical(run: Run
     assert "SIGKILL" in end.detail
     assert run.committed()[-1].step >= 15, "no step before the last checkpoint is lost"
     assert go_on(run) == reference
+    logged = {name.step: catalog.manifest_of(run.dir, name).metrics for name in run.committed()}
+    assert {step for step, found in logged.items() if "accuracy" in found} == {10, 15, 20, 25, 30}, (
+        "the newest, if it is finite"
+    )
+    assert {found.get("accuracy") for found in logged.values()} == {None, 0.5}
+    assert len({found["clock"] for found in logged.values()}) == len(logged), "which is no part of the state's digest"
 
 
 def test_saver_killed_in_the_middle_loses_nothing(run: Run, reference: str) -> None:

@@ -61,6 +61,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     exact_reasons: tuple[str, ...]
     milestone: str | msgspec.UnsetType = msgspec.UNSET
     """The name that the training code gave it (pins.py); there is no such field where it gave none."""
+    metrics: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
+    """The newest value of each name that it logged beside loss and tokens; there is no such field where it logged none."""
     base: Base | None = None
     """None for a full."""
     digest: str = ""

@@ -15,8 +15,8 @@ KEEP_ALL = "no limit is set: nothing may go"
 _HOUR, _DAY, _WEEK = 3600, 86400, 7 * 86400
 _MONDAY = 3 * _DAY
 """Unix time began on a Thursday, three days into its week."""
-_METRICS = {"loss": "smoothed"}
-"""A word of `best` -> its key in the manifest's `loss`, where they differ."""
+_OF_LOSS = {"loss": "smoothed", "last": "last", "least": "least"}
+"""A word of `best` -> its key in the manifest's `loss`; every other one is a key of its `metrics`."""
 
 
 class Policy(Protocol):
@@ -90,20 +90,29 @@ class KeepWithin:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """The best `number` by a loss statistic of the manifest; of equals the newest. One without a finite value is none."""
+    """The best `number` by a value in the manifest; of equals the newest. One without a finite value is none."""
 
     number: int
     metric: str
     mode: str = "min"
+    unknown_stay: bool = False
+    """All stay while none has a value: it was not measured yet, or the name is misspelt."""
 
     def __call__(self, counted: Sequence[Listed]) -> Kept:
         values = {one.name: value for one in counted if (value := self._value(one)) is not None}
+        if not values and self.unknown_stay:
+            return {one.name: f"no checkpoint has a value of {self.metric} yet" for one in counted}
         sign = 1 if self.mode == "min" else -1
         best = sorted(values, key=lambda name: sign * values[name])[: self.number]  # stable: newest first among equals
         return {name: f"one of the best {self.number} by {self.metric}: {values[name]:.6g}" for name in best}
 
     def _value(self, one: Listed) -> float | None:
-        value = one.manifest.loss.get(_METRICS.get(self.metric, self.metric)) if one.manifest is not None else None
+        if one.manifest is None:
+            return None
+        if self.metric in _OF_LOSS:
+            value = one.manifest.loss.get(_OF_LOSS[self.metric])
+        else:
+            value = one.manifest.metrics.get(self.metric) if one.manifest.metrics else None
         known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         return float(value) if known else None  # type: ignore[arg-type]  # known says that it is a number
 
@@ -115,7 +124,7 @@ def policies_of(section: RetentionSection) -> list[Policy]:
         (section.keep_hourly, lambda number: KeepPer(number, "hour")),
         (section.keep_daily, lambda number: KeepPer(number, "day")),
         (section.keep_weekly, lambda number: KeepPer(number, "week")),
-        (section.keep_best, lambda number: KeepBest(number, section.best, section.best_mode)),
+        (section.keep_best, lambda number: KeepBest(number, section.best, section.best_mode, unknown_stay=True)),
     ]
     found: list[Policy] = [KeepLast(section.keep_last)] if section.keep_last is not None else []
     found += [make(number) for number, make in makers if number is not None]

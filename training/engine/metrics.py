@@ -13,6 +13,8 @@ from perdure.training import files
 
 _FLUSH_SECS = 1.0
 _SMOOTHING = 0.98
+_NAMES, _NAME_CHARS = 1000, 100
+"""What a manifest holds of a user's names at most, so that it stays small."""
 _Values = dict[str, Any]  # Any: floats, or 0-d tensors until they are flushed
 
 
@@ -27,6 +29,9 @@ class Metrics:
         self.loss: dict[str, float] = {}
         """last, smoothed, least, count: the baseline against which a later loss is judged."""
         self.tokens = 0
+        self.newest: dict[str, float] = {}
+        """Name -> its newest value, of all but loss and tokens; none where that is not finite. A clock may be among them, so
+        they are no part of the state: the manifest has them (`best` of retention), and a resume takes them from there."""
 
     def log(self, step: int, values: _Values) -> None:
         kept = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
@@ -50,6 +55,8 @@ class Metrics:
 
     def _take_in(self, numbers: dict[str, float]) -> None:
         self.tokens += int(numbers.get("tokens", 0))
+        for name in numbers.keys() - {"loss", "tokens"}:
+            self._note(name, numbers[name])
         loss = numbers.get("loss")
         if loss is None:
             return
@@ -60,6 +67,16 @@ class Metrics:
             "least": min(before["least"], loss) if before else loss,
             "count": before["count"] + 1 if before else 1,
         }
+
+    def _note(self, name: str, number: float) -> None:
+        """An integer may be too large for a float; a name nobody could print has no place in a manifest."""
+        with contextlib.suppress(OverflowError):
+            if math.isfinite(number):
+                known = name in self.newest or len(self.newest) < _NAMES
+                if known and name.isprintable() and len(name) <= _NAME_CHARS:
+                    self.newest[name] = float(number)
+                return
+        self.newest.pop(name, None)
 
     @property
     def finite(self) -> bool:

@@ -99,6 +99,7 @@ class Snapshots:
             own = unpack_plain(loading.read(SESSION).data)
             self._skipped = int(own["skipped"])
             self._metrics.load_state_dict(own["metrics"])
+            self._metrics.newest = dict(reader.manifest.metrics or {})
             if others:
                 self._metrics.tokens = int(reader.manifest.data["tokens"]) if rank == 0 else 0
             invariants.check_after_load(self._tracked, name.step, loading.digests, threads=threads, replan=replan)
@@ -199,6 +200,7 @@ class Snapshots:
             exact=not self._exact_reasons,
             exact_reasons=tuple(self._exact_reasons),
             milestone=milestone or msgspec.UNSET,
+            metrics=dict(self._metrics.newest) or msgspec.UNSET,
         )
 
 

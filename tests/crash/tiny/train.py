@@ -66,7 +66,9 @@ def train(session: Session) -> None:
             die(params["die_how"])
         optimizer.step()
         scheduler.step()
-        session.log(loss=loss, tokens=len(indices))
+        session.log(loss=loss, tokens=len(indices), clock=time.perf_counter())
+        if step in (9, 32):
+            session.log(accuracy=0.5 if step == 9 else float("nan"))
         loss = loss.detach()
         trace(params, step=step, indices=indices.tolist(), loss=float(loss).hex(), lr=optimizer.param_groups[0]["lr"].hex())
         time.sleep(float(params.get("sleep", 0.0)))
