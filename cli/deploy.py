@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(item: Any) -> None:  # Any: deploy.Item, whose module is imported late
-    print(render.visible(f"{item.kind} {item.name}: {item.action}"))
+    also = ": the worker's environment counts" if item.action == "not there" else ""
+    print(render.visible(f"{item.kind} {item.name}: {item.action}{also}"))
     for change in item.changes:
         print(render.visible(redact(f"    {change.field}: {_short(change.old)} -> {_short(change.new)}")))
 

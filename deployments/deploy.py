@@ -8,6 +8,7 @@ from uuid import UUID
 
 from perdure.deployments import automations
 from perdure.deployments.table import Wanted, wanted_for
+from perdure.tasks import blocks
 from perdure.training.config import RunConfig
 from perdure.training.errors import ConfigError
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from prefect.events.actions import ActionTypes
 
 Fields = dict[str, Any]  # Any: JSON values
-Action = Literal["created", "changed", "unchanged"]
+Action = Literal["created", "changed", "unchanged", "found", "not there"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Change:
 class Item:
     """What happened (or, in a dry run, would happen) to one thing on the server."""
 
-    kind: Literal["work pool", "deployment", "automation"]
+    kind: Literal["work pool", "deployment", "automation", "secret block"]
     name: str
     action: Action
     changes: list[Change] = field(default_factory=list)
@@ -58,6 +59,9 @@ def deploy(
     _unique(runs)
     block = _block(client, settings.notify_block)
     yield _pool(client, settings.pool, dry_run)
+    for variable in dict.fromkeys(name for config in runs for name in blocks.wanted(config)):
+        word: Action = "found" if blocks.has_block(client, variable) else "not there"
+        yield Item(kind="secret block", name=blocks.block_of(variable), action=word)
     for config in runs:
         wanted = wanted_for(config, overrides, settings.pool)
         ids: dict[str, UUID | None] = {}

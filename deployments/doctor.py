@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from perdure.deployments.checks.finding import Check, Finding, Subject, fail
 from perdure.deployments.checks.machine import check_extensions, check_memory, check_python
 from perdure.deployments.checks.run import check_run
+from perdure.deployments.checks.secrets import check_secrets
 from perdure.deployments.checks.server import check_server
 from perdure.deployments.checks.slack import check_slack
 from perdure.deployments.checks.store import check_store
@@ -50,6 +51,7 @@ class _Group(threading.Thread):
 
 def examine(subject: Subject, limit_secs: float = LIMIT_SECS, groups: dict[str, Check] = GROUPS) -> Iterator[Finding]:
     """Findings in the order of GROUPS, each as soon as it is known."""
+    yield from map(_without_secrets, check_secrets(subject))  # first: the others use what it finds
     running = {name: _Group(name, check, subject) for name, check in groups.items()}
     for group in running.values():
         group.start()

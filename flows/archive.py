@@ -5,6 +5,7 @@ from typing import Any
 from prefect import flow
 
 from perdure.tasks.archive import archive as archive_run
+from perdure.tasks.blocks import load_secrets
 from perdure.training.config import load_config
 from perdure.training.errors import StoreError
 
@@ -15,6 +16,7 @@ def archive(config: str, overrides: list[str] | None = None, dry_run: bool = Fal
 
     Fails when a tier could not be filled; the others are."""
     checked = load_config(config, overrides or [])
+    load_secrets(checked)
     done: dict[str, Any] = archive_run(checked, dry_run)
     if done["problems"]:
         told = "; ".join(f"{place}: {why}" for place, why in done["problems"].items())

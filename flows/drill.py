@@ -4,6 +4,7 @@ from typing import Any
 
 from prefect import flow
 
+from perdure.tasks.blocks import load_secrets
 from perdure.tasks.drill import drill as drill_run
 from perdure.training.config import load_config
 from perdure.training.errors import DrillFailed
@@ -19,6 +20,7 @@ def drill(
     `checkpoint`: its name instead of the newest good one. `steps`: 0 is drill.steps. Fails when the bits differ, when nothing
     comes back, or when the recovery point or time misses its target."""
     checked = load_config(config, overrides or [])
+    load_secrets(checked)
     done: dict[str, Any] = drill_run(checked, overrides or [], checkpoint, steps, dry_run)
     if not done["passed"]:
         raise DrillFailed(redact(f"{checked.run_dir}: the drill failed: {'; '.join(done['problems'])}"[:2000]))

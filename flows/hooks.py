@@ -13,6 +13,7 @@ from prefect.exceptions import PrefectException
 from prefect.logging.loggers import flow_run_logger
 
 from perdure.flows.restart import Attempt, attempts_of, decide
+from perdure.tasks.blocks import load_secrets
 from perdure.tasks.close_rows import close_tasks_of
 from perdure.tasks.notify import deliver
 from perdure.training import events
@@ -111,4 +112,9 @@ def _made_progress(run: RunDir, first: int) -> bool:
 
 def _tell(flow: Flow[..., Any], flow_run: FlowRun) -> None:
     config, run = _open(flow_run)
-    deliver(run, config.notify, logger=flow_run_logger(flow_run, flow))
+    log = flow_run_logger(flow_run, flow)
+    try:
+        load_secrets(config)  # this may be another process than the flow's
+    except (httpx.HTTPError, PrefectException, PerdureError, OSError) as error:
+        log.warning("Secret blocks cannot be read: %s.", redact(str(error)))
+    deliver(run, config.notify, logger=log)

@@ -4,6 +4,7 @@ from typing import Any
 
 from prefect import flow
 
+from perdure.tasks.blocks import load_secrets
 from perdure.tasks.prune import prune as prune_run
 from perdure.training.config import load_config
 from perdure.training.errors import StoreError
@@ -17,6 +18,7 @@ def prune(config: str, overrides: list[str] | None = None, dry_run: bool = False
 
     Fails when a place could not be pruned; all others are."""
     checked = load_config(config, overrides or [])
+    load_secrets(checked)
     done: dict[str, Any] = prune_run(checked, dry_run)
     if problems := [f"{word}: {one['problem']}" for word, one in done["places"].items() if one["problem"]]:
         raise StoreError(f"{checked.run_dir}: not pruned: {'; '.join(problems)}"[:2000], hint="the next schedule goes on")

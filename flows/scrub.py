@@ -4,6 +4,7 @@ from typing import Any
 
 from prefect import flow
 
+from perdure.tasks.blocks import load_secrets
 from perdure.tasks.scrub import scrub as scrub_run
 from perdure.training.config import load_config
 from perdure.training.errors import CheckpointDamaged, StoreError
@@ -17,6 +18,7 @@ def scrub(
 
     `budget`: bytes (20GB) or a share (15%). Fails when damage cannot be repaired, or a place is away."""
     checked = load_config(config, overrides or [])
+    load_secrets(checked)
     done: dict[str, Any] = scrub_run(checked, budget, dry_run)
     if done["damaged"]:
         raise CheckpointDamaged(

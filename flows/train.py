@@ -18,6 +18,7 @@ from perdure.flows import hooks
 from perdure.flows.restart import attempts_of, decide
 from perdure.flows.start import Start, next_token, open_run
 from perdure.tasks.artifacts import Board
+from perdure.tasks.blocks import load_secrets
 from perdure.tasks.notify import notify
 from perdure.tasks.pulse import LAUNCHED, pulse
 from perdure.tasks.push import push, store_of
@@ -244,6 +245,7 @@ def train(
 
     `replan`: accept changed trajectory settings, and record them. `since` and `deaths` carry the restart budget along."""
     checked = load_config(config, overrides or [])
+    load_secrets(checked)
     run = RunDir(checked.run_dir)
     with RunLock.acquire(run, orphan_wait=checked.launch.stop_grace + END_MARGIN_SECS) as lock:
         run.stop_request.unlink(missing_ok=True)

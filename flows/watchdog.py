@@ -6,6 +6,7 @@ from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
 
 from perdure.flows.attend import PATIENCE_SECS, Means, watch
+from perdure.tasks.blocks import load_secrets
 from perdure.tasks.notify import deliver
 from perdure.training.config import load_config
 from perdure.training.run_dir import RunDir
@@ -17,6 +18,7 @@ def watchdog(
 ) -> dict[str, Any]:  # Any: JSON values
     """Look after the run of the run.toml at `config`: two looks `patience` seconds apart, then help if it is dead."""
     log, checked = get_run_logger(), load_config(config, overrides or [])
+    load_secrets(checked)
     run = RunDir(checked.run_dir)
     if not run.run_json.exists():
         log.info("Nothing to watch: run %s has not started.", checked.run.name)

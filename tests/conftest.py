@@ -251,6 +251,22 @@ def using_server(url: str, home: server.ServerHome | None = None) -> Iterator[st
     os.environ.update(before)
 
 
+@pytest.fixture
+def secret_block(prefect_api: str) -> Iterator[Callable[[str, str], None]]:
+    """Saves a value as the Secret block that stands for a variable; gone after the test, as the server serves others."""
+    from prefect.blocks.system import Secret
+
+    made: list[str] = []
+
+    def save(variable: str, value: str) -> None:
+        made.append("perdure-" + variable.lower().replace("_", "-"))
+        Secret(value=value).save(made[-1])
+
+    yield save
+    for name in made:
+        Secret.delete(name)
+
+
 @pytest.fixture(scope="module")
 def prefect_api(prefect_server: server.LocalServer) -> Iterator[str]:
     """URL of the API; also in PREFECT_API_URL while the module runs."""

@@ -29,6 +29,7 @@ from perdure.deployments import api, automations, table
 from perdure.flows.hooks import on_cancellation, on_crashed, on_failure
 from perdure.tasks.pulse import CHUNK
 
+AWS_KEYS = ("access-key-id", "secret-access-key", "session-token")
 PREFECT = str(Path(sys.executable).parent / "prefect")
 
 
@@ -154,13 +155,22 @@ def test_automation_that_a_person_switched_off_stays_off(
     assert client.read_automations_by_name(title)[0].enabled is False
 
 
-def test_no_secret_of_the_environment_reaches_the_server(
-    toml: Path, deploy: Callable[..., Any], client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+def test_no_secret_of_the_environment_or_a_block_reaches_a_deployment(
+    toml: Path,
+    deploy: Callable[..., Any],
+    client: SyncPrefectClient,
+    monkeypatch: pytest.MonkeyPatch,
+    secret_block: Callable[[str, str], None],
 ) -> None:
     canaries = {"SLACK_BOT_TOKEN": "xoxb-canary-1", "AWS_SECRET_ACCESS_KEY": "canary-aws-2", "AWS_ACCESS_KEY_ID": "AKCANARY3"}
     for name, value in canaries.items():
         monkeypatch.setenv(name, value)
-    answer = deploy(toml)
+    monkeypatch.delenv("SLACK_BOT_TOKEN")
+    secret_block("SLACK_BOT_TOKEN", canaries["SLACK_BOT_TOKEN"])
+    answer = deploy(toml, "--set", "notify.slack_channel=#ops", "--set", "tiers.far.url=s3://bucket/far")
+    assert [(name, word) for name, word in actions(answer).items() if name.startswith("perdure-")] == [
+        ("perdure-slack-bot-token", "found"), *((f"perdure-aws-{key}", "not there") for key in AWS_KEYS),
+    ]  # fmt: skip
     made = client.read_deployment_by_name(f"train/{name_of(toml)}").model_dump_json()
     watchers = [one.model_dump_json() for one in client.read_automations()]
     assert not [value for value in canaries.values() if value in made + json.dumps(answer) + "".join(watchers)]

@@ -24,6 +24,7 @@ from perdure.cli.main import main
 from perdure.deployments.checks import server as server_checks
 from perdure.deployments.checks.finding import Finding, Subject, ok
 from perdure.deployments.doctor import examine
+from perdure.tasks.blocks import AWS
 from perdure.training.agent.lock import RunLock
 from perdure.training.checkpoint.run_info import create_run_info
 from perdure.training.config import load_config
@@ -236,6 +237,26 @@ def test_store_folder_that_cannot_be_made_fails(doctor: Doctor, toml: Path, serv
 
 
 # Slack
+
+
+def test_token_that_only_a_block_has_is_used_and_not_shown(
+    doctor: Doctor, secret_block: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("SLACK_BOT_TOKEN", *AWS):  # what the doctor sets goes after the test
+        monkeypatch.setenv(variable, "x")
+        monkeypatch.delenv(variable)
+    secret_block("SLACK_BOT_TOKEN", CANARY)
+    with SlackServer(CANARY) as server:
+        to_slack = (f"notify.slack_channel={CHANNEL}", f"notify.slack_api={server.url}")
+        _, found = doctor(*to_slack)
+        assert found["secret blocks"]["text"] == "SLACK_BOT_TOKEN from perdure-slack-bot-token"
+        assert found["Slack token"]["level"] == "ok"
+        monkeypatch.setenv("SLACK_BOT_TOKEN", "xoxb-the-environment-wins")
+        assert "invalid_auth" in doctor(*to_slack)[1]["Slack token"]["text"]
+    assert CANARY not in json.dumps(found)
+    secret_block("AWS_ACCESS_KEY_ID", "AKIA")
+    _, found = doctor("tiers.far.url=s3://bucket/far")
+    assert "perdure-aws-secret-access-key is missing" in found["secret blocks"]["text"]
 
 
 @pytest.fixture

@@ -60,9 +60,12 @@ def everything_written(folder: Path) -> Callable[[str], list[Path]]:
     return lambda secret: [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
 
 
-def test_secrets_are_nowhere_after_a_run_with_failures(tmp_path: Path, s3_server: Any, prefect_api: str) -> None:
-    """Slack token, S3 keys, Prefect's password, and variables that the training code puts into its exception; with failing
-    Slack and failing uploads: greps files, database and output."""
+def test_secrets_are_nowhere_after_a_run_with_failures(
+    tmp_path: Path, s3_server: Any, prefect_api: str, secret_block: Callable[[str, str], None]
+) -> None:
+    """Slack token (from a block), S3 keys, Prefect's password, and variables that the training code puts into its exception;
+    with failing Slack and failing uploads: greps files, database and output."""
+    secret_block("SLACK_BOT_TOKEN", TOKEN)
     bucket = s3_server.make_bucket()
     toml = copy_tiny(tmp_path / "tiny")
     toml.write_text(toml.read_text().replace("env = {", f'env = {{ DB_PASSWORD = "{IN_TOML}",'))
@@ -80,7 +83,6 @@ def test_secrets_are_nowhere_after_a_run_with_failures(tmp_path: Path, s3_server
     )
     read_only = s3_server.read_only.environment()
     ours = {
-        "SLACK_BOT_TOKEN": TOKEN,
         "HF_TOKEN": INHERITED,
         "PREFECT_API_URL": prefect_api.replace("://", f"://me:{PASSWORD}@"),
     }
