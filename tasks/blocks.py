@@ -49,8 +49,8 @@ def has_block(client: "SyncPrefectClient", variable: str) -> bool:
 
 
 def read_secrets(client: "SyncPrefectClient", config: RunConfig) -> dict[str, str]:
-    """Variable -> value, of what is lacking and has a block. Raises ConfigError where a block holds no text, or only one half of
-    a pair of keys is there."""
+    """Variable -> value, of what is lacking and has a block. Raises ConfigError where a block holds no text, or only one half
+    of a pair of keys is there."""
     found = {name: value for name in lacking(config) if (value := _value(client, block_of(name)))}
     if (AWS[0] in found) != (AWS[1] in found) or (AWS[2] in found and AWS[0] not in found):
         absent = next(name for name in AWS if name not in found)
