@@ -8,7 +8,6 @@ from uuid import UUID
 
 from perdure.deployments import automations
 from perdure.deployments.table import Wanted, wanted_for
-from perdure.tasks import blocks
 from perdure.training.config import RunConfig
 from perdure.training.errors import ConfigError
 
@@ -59,9 +58,7 @@ def deploy(
     _unique(runs)
     block = _block(client, settings.notify_block)
     yield _pool(client, settings.pool, dry_run)
-    for variable in dict.fromkeys(name for config in runs for name in blocks.wanted(config)):
-        word: Action = "found" if blocks.has_block(client, variable) else "not there"
-        yield Item(kind="secret block", name=blocks.block_of(variable), action=word)
+    yield from _secrets(client, runs)
     for config in runs:
         wanted = wanted_for(config, overrides, settings.pool)
         ids: dict[str, UUID | None] = {}
@@ -98,6 +95,18 @@ def _pool(client: "SyncPrefectClient", name: str, dry_run: bool) -> Item:
             template = ProcessWorker.get_default_base_job_template()
             client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
         return Item(kind="work pool", name=name, action="created")
+
+
+# secrets
+
+
+def _secrets(client: "SyncPrefectClient", runs: Sequence[RunConfig]) -> Iterator[Item]:
+    """Only looked for: their values are the flows' business."""
+    from perdure.tasks import blocks
+
+    for variable in dict.fromkeys(name for config in runs for name in blocks.wanted(config)):
+        word: Action = "found" if blocks.has_block(client, variable) else "not there"
+        yield Item(kind="secret block", name=blocks.block_of(variable), action=word)
 
 
 # deployments

@@ -1,8 +1,10 @@
 """The training flow: resume from the newest checkpoint that verifies, train chunk after chunk, verify and push what is
 committed, restart what fails. It may die at any line and be replaced; all it knows it reads from the run directory."""
 
+import contextvars
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +33,7 @@ from perdure.training.checkpoint import catalog, facts, lineage
 from perdure.training.checkpoint.lineage import LaunchEnd
 from perdure.training.config import RunConfig, load_config
 from perdure.training.errors import ConfigError, NotReplicated, PerdureError, Stopped, TrainingFailed
-from perdure.training.run_dir import RunDir
+from perdure.training.run_dir import CheckpointName, RunDir
 
 FINAL_PUSH_TRIES = 3
 AFTER_TRAINING_SECS = 600.0
@@ -102,9 +104,10 @@ class _Drive:
             self.board.live = False
 
     def train(self, trainer: Trainer, step: int) -> None:
+        outside = contextvars.copy_context()  # what is submitted while a chunk trains is the flow's, not a child of that task
         while step < self.config.run.steps:
             end = self.config.chunk_end(step)
-            done = train_chunk(trainer, step + 1, end)
+            done = train_chunk(trainer, step + 1, end, lambda name: outside.run(self.reconcile, [name]))
             self.log.info("Chunk %d-%d took %.1f s, loss %s.", step + 1, end, done["seconds"], done["loss"])
             self.reconcile()
             self.tell()
@@ -112,9 +115,9 @@ class _Drive:
 
     # beside training
 
-    def reconcile(self) -> None:
-        """Submit what is missing: a proof for each committed checkpoint, then its copy in the store."""
-        for name in lineage.lineage(self.run):
+    def reconcile(self, names: Iterable[CheckpointName] | None = None) -> None:
+        """Submit what is missing: a proof for each committed checkpoint (or of `names`), then its copy in the store."""
+        for name in lineage.lineage(self.run) if names is None else names:
             proof = self._job("verify", str(name)) if facts.read_fact(self.run, name, "local") is None else None
             if (
                 self.store is not None

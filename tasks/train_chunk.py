@@ -4,6 +4,7 @@ committed. Called directly in the flow's main thread, so that SIGTERM reaches it
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from prefect import task
@@ -12,8 +13,9 @@ from prefect.cache_policies import NO_CACHE
 from perdure.tasks.pulse import CHUNK, pulse
 from perdure.training import events
 from perdure.training.agent.launch import Trainer
+from perdure.training.checkpoint.manifest import is_committed
 from perdure.training.errors import PerdureError, Stopped
-from perdure.training.run_dir import RunDir
+from perdure.training.run_dir import CheckpointName, RunDir
 
 _TAIL_BYTES = 1 << 20
 
@@ -23,16 +25,26 @@ class LaunchEnded(PerdureError):
 
 
 @task(name="train_chunk", task_run_name="train {start}-{end}", cache_policy=NO_CACHE, persist_result=False)
-def train_chunk(trainer: Trainer, start: int, end: int) -> dict[str, Any]:  # Any: JSON values, shown in the UI
-    """Train steps `start`..`end`. Raises LaunchEnded, or Stopped when somebody asked the run to stop."""
+def train_chunk(
+    trainer: Trainer, start: int, end: int, committed: Callable[[CheckpointName], None]
+) -> dict[str, Any]:  # Any: JSON values, shown in the UI
+    """Train steps `start`..`end`; `committed` hears of each checkpoint that is due before `end`. Raises LaunchEnded, or Stopped
+    when somebody asked the run to stop."""
+    due = iter(trainer.config.due_inside(start, end))
+    following = next(due, None)
+
+    def each_poll() -> None:
+        nonlocal following
+        if trainer.run.stop_request.exists():
+            raise Stopped(_reason(trainer.run))
+        if following is not None and is_committed(trainer.run, name := CheckpointName(following, trainer.token)):
+            following = next(due, None)
+            committed(name)
+
     began = time.monotonic()
     trainer.lease(min(end + trainer.config.run.chunk, trainer.config.run.steps))
 
-    def check_stop() -> None:
-        if trainer.run.stop_request.exists():
-            raise Stopped(_reason(trainer.run))
-
-    if not trainer.wait_for_checkpoint(end, check_stop):
+    if not trainer.wait_for_checkpoint(end, each_poll):
         raise LaunchEnded(f"launch {trainer.token} ended before step {end} was committed")
     figures = chunk_figures(trainer.run, trainer.token, start, end)
     seconds = figures.pop("seconds", time.monotonic() - began)

@@ -29,6 +29,14 @@ def run(tmp_path: Path) -> Run:
     return Run(copy_tiny(tmp_path / "tiny"), SLOW)
 
 
+def has_started(run: Run) -> bool:
+    return run.dir.events.exists()
+
+
+def told(run: Run, kind: str, step: int) -> list[bool]:
+    return [step in (event.get("step"), event.get("end")) for event in run.events() if event["kind"] == kind]
+
+
 def tree_digest(folder: Path) -> str:
     """Names and contents of everything but logs."""
     whole = hashlib.sha256()
@@ -39,7 +47,11 @@ def tree_digest(folder: Path) -> str:
 
 
 def test_undisturbed_run_completes_replicates_and_is_then_finished(run: Run, reference: str) -> None:
-    assert run.finish() == 0, run.log()
+    parent = run.start("--set", "launch.env.TINY_wait_at=17")
+    wait_until(lambda: has_started(run) and any(told(run, "pushed", 15)), "a checkpoint inside a chunk in the store")
+    assert not any(told(run, "chunk_finished", 20)), "proven and copied while its chunk trains on"
+    (run.toml.parent / "go-on").touch()
+    assert parent.wait(120) == 0, run.log()
     assert run.digest() == reference
     assert run.kinds().count("chunk_finished") == 4
     assert run.kinds().count("completed") == 1
