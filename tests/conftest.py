@@ -29,6 +29,9 @@ from perdure.training.storage.store import StoreSettings
 os.environ["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "false"
 """A flow called without a server fails; else Prefect starts one of its own and leaves it behind."""
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A shell that starts the suite in the background has it ignore SIGINT, and so would all that the tests start."""
+
 WEED = Path(sys.executable).parent / "weed"
 BUCKET = "ckpt"
 
