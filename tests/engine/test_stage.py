@@ -125,11 +125,44 @@ def test_parameter_that_gets_other_storage_or_shape_is_seen(slots: Slots) -> Non
         assert digest_in(slots[number % 2]) == state_digest(leaves), number
 
 
+def test_small_tensors_of_one_shape_are_copied_whatever_their_type_and_layout(slots: Slots) -> None:
+    generator = torch.Generator().manual_seed(4)
+    values: list[torch.Tensor] = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex128):
+        values += [torch.randn(6, 4, generator=generator).to(dtype) for _ in range(3)]
+        values += [torch.randn(4, 6, generator=generator).to(dtype).t(), torch.randn((), generator=generator).to(dtype)]
+    values += [torch.zeros(0, 4), torch.randn(1 << 15, generator=generator), torch.randn(1 << 15, generator=generator)]
+    values.append(torch.randn(2, generator=generator, dtype=torch.complex64).conj())
+    leaves = collect({"all": Holder(values)})
+    stager = Stager([SlotWriter(fd) for fd in slots])
+    for chosen in (None, range(len(values)), range(0, len(values), 2)):
+        staging = stager.begin(0, leaves, about())
+        staging.copy(chosen).wait()
+        staging.copy_quietly(set(range(len(values))) - set(range(len(values)) if chosen is None else chosen))
+        staging.finish()
+        assert digest_in(slots[0]) == state_digest(leaves)
+
+
 # lazy
 
 
 def staged(slots: Slots) -> tuple[Stager, list[int]]:
     return Stager([SlotWriter(fd) for fd in slots]), []
+
+
+def test_a_copy_beside_the_training_leaves_torchs_threads_to_the_trainer(slots: Slots) -> None:
+    torch.set_num_threads(2)  # the fixture puts it back
+    model = nn.Linear(2000, 500)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2000)).sum().backward()
+    optimizer.step()
+    before = len(os.listdir("/proc/self/task"))
+    overlap, (stager, announced) = Overlap({"model": model, "optimizer": optimizer}), staged(slots)
+    overlap.start(stager.begin(0, collect({"model": model, "optimizer": optimizer}), about()), lambda: announced.append(1))
+    overlap.settle()
+    assert announced == [1]
+    assert len(os.listdir("/proc/self/task")) <= before + 1, "its own thread, and none of torch's for that"
+    overlap.close()
 
 
 def test_what_forward_changes_is_copied_at_once_and_the_rest_before_the_next_step(slots: Slots) -> None:
@@ -276,13 +309,13 @@ def test_state_larger_than_the_machine_is_refused_before_its_memory_is_touched(s
 
 
 class Holder:
-    def __init__(self, value: torch.Tensor) -> None:
+    def __init__(self, value: Any) -> None:  # Any: a tensor, or several
         self.value = value
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Any]:  # Any: as above
         return {"value": self.value}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # Any: as above
         self.value = state["value"]
 
 

@@ -4,8 +4,13 @@ Not run on a device yet: no machine of ours has one. The CPU path is what the te
 
 import mmap
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By their size; NumPy does not know all of torch's types."""
 
 
 @dataclass(eq=False)
@@ -40,6 +45,30 @@ def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Copies:
         else:
             _copy(*pair)
     return begun
+
+
+def join(target: torch.Tensor, sources: list[torch.Tensor]) -> bool:
+    """Copy small tensors of one type and shape, one after the other; False where one is not on the CPU."""
+    if not all(source.is_cpu for source in sources):
+        return False
+    with torch.no_grad():
+        torch.stack(sources, out=target)
+    return True
+
+
+def copy_quietly(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy on the CPU, in this thread alone: for any other than the trainer's torch would start a second set of threads, and
+    from then on no step of the training would be as quick as before."""
+    for target, source in zip(targets, sources, strict=True):
+        if source.is_cpu:
+            np.copyto(_array(target), _array(source))
+        else:
+            _copy([target], [source])
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:  # Any: elements of that size
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.view(_INTEGERS.get(plain.element_size(), plain.dtype)).numpy()
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

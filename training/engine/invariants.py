@@ -50,7 +50,7 @@ def check_after_load(
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
     """The leaf digest of docs/format.md: BLAKE3 over the BLAKE3s of its blobs."""
-    data = tensor.detach().cpu().contiguous()
+    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     item = data.element_size()
     raw = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else memoryview(b"")
     size = BLOB_BYTES // item * item

@@ -30,7 +30,7 @@ class _Pending:
     chosen: list[int]
     versions: list[int]
     """torch counts every change in place; a difference means that the copy may hold two states."""
-    copied: "Future[Copies]"
+    copied: "Future[None]"
     begun: Copies
     announce: Callable[[], None]
 
@@ -63,7 +63,7 @@ class Overlap:
         on_device = [index for index in later if staging.values[index].is_cuda]
         on_host = [index for index in later if not staging.values[index].is_cuda]
         begun = staging.copy(on_device)
-        copied = self._thread.submit(staging.copy, on_host)
+        copied = self._thread.submit(staging.copy_quietly, on_host)
         versions = [staging.values[index]._version for index in later]
         first.wait()
         self._pending = _Pending(staging, later, versions, copied, begun, announce)
@@ -86,7 +86,7 @@ class Overlap:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        pending.copied.result().wait()
+        pending.copied.result()
         pending.begun.wait()
         for index, version in zip(pending.chosen, pending.versions, strict=True):
             if pending.staging.values[index]._version != version:
