@@ -97,8 +97,8 @@ def test_splitting_is_undone_beyond_one_piece_of_the_cache(width: int, pieces: i
     assert joined.tobytes() == words.tobytes()
     planes.join_bytes(planes.split_bytes(base), joined)
     assert joined.tobytes() == base.tobytes()
-    planes.add(zigzag, base)
-    assert zigzag.tobytes() == words.tobytes()
+    planes.add(planes.split_bytes(zigzag), base, joined)
+    assert joined.tobytes() == words.tobytes()
 
 
 def test_the_first_plane_of_a_float_is_its_exponent_and_noise_is_left_alone() -> None:

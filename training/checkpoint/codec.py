@@ -12,6 +12,7 @@ import zstandard
 
 from perdure.training.checkpoint import planes as split
 from perdure.training.checkpoint.planes import Bytes
+from perdure.training.checkpoint.room import scratch
 
 WHOLE, PLANES, ROTATED, EXPONENT, FILL, DELTA = range(6)
 """Transforms: the bytes as they are; a plane a byte; the same of words rotated left by a bit (format 1 only); exponent, top
@@ -192,18 +193,28 @@ def decode_blob(stored: memoryview, layout: Layout, dtype: str, out: memoryview,
         raise ValueError("a difference without the base it differs from")
     words = split.as_words(out, width)
     sizes = [len(words), len(words), len(words) * (width - 2)] if transform == EXPONENT else [len(words)] * width
-    found, offset = [], 0
-    for plane, size in zip(planes, sizes, strict=False):
-        found.append(np.frombuffer(_decode_plane(stored[offset : offset + plane[1]], plane, size), np.uint8))
-        offset += plane[1]
+    zeros = _leading_zeros(stored, planes) if transform == DELTA else 0
+    found, offset = [], zeros
+    for number in range(zeros, len(planes)):
+        end = offset + planes[number][1]
+        found.append(np.frombuffer(_decode_plane(stored[offset:end], planes[number], sizes[number], number), np.uint8))
+        offset = end
     if transform == EXPONENT:
         split.join_exponent(found, words)
+    elif transform == DELTA:
+        split.add(found, split.as_words(base, width), words)
     else:
         split.join_bytes(found, words)
     if transform == ROTATED:
         split.rotate_right(words)
-    if transform == DELTA:
-        split.add(words, split.as_words(base, width))
+
+
+def _leading_zeros(stored: memoryview, planes: tuple[Plane, ...]) -> int:
+    """How many of the first planes are nothing but zeros, by a byte each: of small differences, the high ones are."""
+    count = 0
+    while count < len(planes) and planes[count] == (CONSTANT, 1) and stored[count] == 0:
+        count += 1
+    return count
 
 
 def _is_possible(transform: int, planes: int, width: int, dtype: str, size: int) -> bool:
@@ -225,29 +236,43 @@ def _decode_fill(stored: memoryview, plane: Plane, item: int, out: memoryview) -
     np.frombuffer(out, np.uint8).reshape(-1, item)[:] = np.frombuffer(stored, np.uint8)
 
 
-def _decode_plane(stored: memoryview, plane: Plane, size: int) -> Any:  # Any: bytes, memoryview or a uint8 array
+def _decode_plane(stored: memoryview, plane: Plane, size: int, number: int) -> Any:  # Any: memoryview or a uint8 array
     kind, length = plane
     if kind == RAW and length == size:
         return stored
     if kind == CONSTANT and length == 1 and size:
         return np.full(size, stored[0], np.uint8)
     if kind == ZSTD:
-        return decompress(stored, size)
+        out = scratch(size, f"plane {number}")
+        decompress(stored, out)
+        return out
     raise ValueError("a plane of unknown kind or wrong size")
 
 
-def decompress(stored: bytes | memoryview, size: int) -> bytes:
-    """One zstd frame that decodes to exactly `size` bytes, with nothing before or after it. Raises ValueError."""
+def decompress(stored: bytes | memoryview, out: memoryview) -> None:
+    """One zstd frame that decodes to exactly as many bytes as `out` has, with nothing before or after it. Raises ValueError."""
     try:
-        declared = zstandard.get_frame_parameters(stored).content_size
-        if declared not in (size, zstandard.CONTENTSIZE_UNKNOWN):
-            raise ValueError(f"frame declares {declared} bytes, {size} are expected")
-        data = _decompressor().decompress(stored, max_output_size=size, allow_extra_data=False)
+        frame = zstandard.get_frame_parameters(stored)
+        if frame.content_size not in (len(out), zstandard.CONTENTSIZE_UNKNOWN):
+            raise ValueError(f"frame declares {frame.content_size} bytes, {len(out)} are expected")
+        if _frame_bytes(stored, frame.has_checksum) != len(stored):
+            raise ValueError("what is stored is not one frame")
+        with _decompressor().stream_reader(stored) as reader:
+            count = reader.readinto(out) + len(reader.read(1))
     except zstandard.ZstdError as error:
         raise ValueError(f"zstd: {error}") from None
-    if len(data) != size:
-        raise ValueError(f"frame holds {len(data)} bytes, {size} are expected")
-    return data
+    if count != len(out):
+        raise ValueError(f"frame holds {count} bytes or more, {len(out)} are expected")
+
+
+def _frame_bytes(stored: bytes | memoryview, has_checksum: bool) -> int:
+    """Length of the frame that begins here, by the headers of its blocks (RFC 8878, 3.1.1.2)."""
+    at, is_last = zstandard.frame_header_size(stored), False
+    while not is_last and at < len(stored):
+        head = int.from_bytes(stored[at : at + 3], "little")
+        is_last, is_repeated = bool(head & 1), (head >> 1) & 3 == 1
+        at += 3 + (1 if is_repeated else head >> 3)
+    return at + (4 if has_checksum else 0)
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:

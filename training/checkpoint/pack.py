@@ -129,14 +129,16 @@ def decode_index(
         size = zstandard.get_frame_parameters(data).content_size
         if not 0 < size <= MAX_INDEX:
             raise ValueError(f"declares {size} bytes")
-        entries = _decode_entries(decompress(data, size), version)
+        text = bytearray(size)
+        decompress(data, memoryview(text))
+        entries = _decode_entries(text, version)
         _check(entries, pack_bytes, _transforms(version, increment))
     except (msgspec.DecodeError, ValueError, zstandard.ZstdError, OverflowError, RecursionError) as error:
         raise CheckpointDamaged(f"{where}: index is malformed: {error}", part="index") from None
     return entries
 
 
-def _decode_entries(data: bytes, version: int) -> tuple[IndexEntry, ...]:
+def _decode_entries(data: bytearray, version: int) -> tuple[IndexEntry, ...]:
     index = msgspec.msgpack.decode(data, type=_Index1 if version == 1 else _Index)
     if index.version != version:
         raise ValueError(f"version {index.version}")

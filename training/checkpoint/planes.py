@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from perdure.training.checkpoint.room import scratch
+
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]  # Any: unsigned of 1, 2, 4 or 8 bytes
 _PIECE = 1 << 19
@@ -49,7 +51,10 @@ def join_exponent(planes: list[Bytes], words: Words) -> None:
     exponent, second, *low = planes
     width = words.itemsize
     for at in _pieces(words):
-        piece, top, work = words[at], exponent[at].astype(np.uint16), second[at].astype(np.uint16)
+        piece = words[at]
+        top, work = _room(len(piece), np.uint16, "top"), _room(len(piece), np.uint16, "work")
+        np.copyto(top, exponent[at])
+        np.copyto(work, second[at])
         np.multiply(top, 256, out=top)
         np.bitwise_or(top, work, out=top)
         np.multiply(top, 32768, out=work)
@@ -61,9 +66,16 @@ def join_exponent(planes: list[Bytes], words: Words) -> None:
         np.copyto(piece, top)
         np.left_shift(piece, 8 * width - 16, out=piece)
         if width == 4:
-            np.bitwise_or(piece, low[0].view(np.uint16)[at].astype(np.uint32), out=piece)
+            wide = _room(len(piece), np.uint32, "low")
+            np.copyto(wide, low[0].view(np.uint16)[at])
+            np.bitwise_or(piece, wide, out=piece)
         else:
             piece.view(np.uint16).reshape(-1, 4)[:, :3] = low[0].view(np.uint16).reshape(-1, 3)[at]
+
+
+def _room(count: int, kind: npt.DTypeLike, use: str) -> Words:
+    """For one piece."""
+    return np.frombuffer(scratch(count * np.dtype(kind).itemsize, use), kind)
 
 
 def split_bytes(words: Words) -> list[Bytes]:
@@ -107,11 +119,21 @@ def subtract(new: Words, base: Words) -> Words:
     return out
 
 
-def add(zigzag: Words, base: Words) -> None:
-    """Inverse of `subtract`: the new words, in the place of the zigzag."""
+def add(planes: list[Bytes], base: Words, words: Words) -> None:
+    """Inverse of `subtract`, into `words`, from the low planes of the zigzag, the most significant first: those above them are
+    zero. Worked out in words no wider than that, which is most of the time where differences are small."""
+    kind = np.dtype(f"<u{next(size for size in (2, 4, 8) if size >= len(planes))}")
     for at in _pieces(base):
-        piece = zigzag[at]
-        sign = (piece & np.array(1, base.dtype)) * np.array(-1).astype(base.dtype)
-        np.right_shift(piece, 1, out=piece)
-        np.bitwise_xor(piece, sign, out=piece)
-        np.add(piece, base[at], out=piece)
+        piece = base[at]
+        zigzag, work = _room(len(piece), kind, "top"), _room(len(piece), kind, "work")
+        zigzag[:] = 0 if not planes else planes[0][at]
+        for plane in planes[1:]:
+            np.multiply(zigzag, 256, out=zigzag)
+            np.copyto(work, plane[at])
+            np.bitwise_or(zigzag, work, out=zigzag)
+        np.bitwise_and(zigzag, 1, out=work)
+        np.negative(work, out=work)  # all ones where the difference is
+        np.right_shift(zigzag, 1, out=zigzag)
+        np.bitwise_xor(zigzag, work, out=zigzag)
+        signed = zigzag.view(f"<i{kind.itemsize}")
+        np.add(piece, signed, out=words[at], dtype=words.dtype, casting="unsafe")

@@ -3,7 +3,6 @@
 An open reader holds its checkpoint, and the base of an increment: neither is deleted meanwhile. Threads may share one."""
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -28,21 +27,9 @@ from perdure.training.checkpoint.pack import (
     derived_from,
     state_digest,
 )
-from perdure.training.checkpoint.room import Rooms
+from perdure.training.checkpoint.room import Rooms, scratch
 from perdure.training.checkpoint.source import ByteSource, Extent, open_folder
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
-
-_local = threading.local()
-
-
-def _scratch(size: int, use: str = "stored") -> memoryview:
-    """Memory of this thread's own, until it asks for the same use again: what is only passed through needs none that is new
-    every time."""
-    known: memoryview = getattr(_local, use, memoryview(b""))
-    if len(known) < size:
-        known = np.empty(size, np.uint8).data
-        setattr(_local, use, known)
-    return known[:size]
 
 
 def check_blob(entry: IndexEntry, blob: Blob, stored: bytes | memoryview, where: str) -> None:
@@ -211,9 +198,9 @@ class CheckpointReader:
             return self._of_base(entry, number, rank, out)
         if entry.derived is not None:
             return self._derived(entry, entry.derived, number, rank, out)
-        base = self._of_base(entry, number, rank, _scratch(len(out), "base")) if blob.layout[0] == DELTA else None
+        base = self._of_base(entry, number, rank, scratch(len(out), "base")) if blob.layout[0] == DELTA else None
         is_plain = blob.layout == (WHOLE, ((RAW, len(out)),))
-        stored = out if is_plain else _scratch(blob.stored)
+        stored = out if is_plain else scratch(blob.stored, "stored")
         count = self.source.read_into(self.manifest.files[2 * rank].name, blob.offset, stored)
         check_blob(entry, blob, stored[:count], self.where)
         try:
@@ -235,7 +222,7 @@ class CheckpointReader:
             if derived.how == "same":
                 return self._raw(source, number, rank, out)
             for one in derived_from(derived, number, len(source.blobs)):
-                wide = self._raw(source, one, rank, _scratch(source.blobs[one].raw, "wide"))
+                wide = self._raw(source, one, rank, scratch(source.blobs[one].raw, "source"))
                 out[at : at + len(wide) // 2] = cast(wide, entry.dtype)
                 at += len(wide) // 2
         except CheckpointDamaged as error:
