@@ -31,7 +31,8 @@ class Target:
     question: str
     shown: str
     target: str
-    met: bool
+    met: bool | None
+    """None for what is only to be told."""
 
 
 @dataclass
@@ -155,7 +156,7 @@ class Report:
 
 
 def _target_row(target: Target) -> tuple[str, ...]:
-    return target.question, target.shown, target.target, "yes" if target.met else "**no**"
+    return target.question, target.shown, target.target, {None: "-", True: "yes", False: "**no**"}[target.met]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
