@@ -96,6 +96,7 @@ def _trainer(live: _Status) -> _Status:
         "state": live.get("state"),
         "counter": live.get("counter"),
         "seconds_since_beat": quiet,
+        "slow_ranks": live.get("slow", {}),
     }
 
 
@@ -145,6 +146,8 @@ def lines(status: _Status) -> list[tuple[str, str]]:
         trainer = status["trainer"]
         beat = render.age(trainer["seconds_since_beat"])
         shown.append(("trainer", f"launch {trainer['launch']}, {trainer['state']}, last beat {beat} ago"))
+        if slow := [f"rank {rank} ({secs:.3g} s of work in a step)" for rank, secs in trainer["slow_ranks"].items()]:
+            shown.append(("slow", ", ".join(slow)))
     if status["flow_run"] and status["flow_run"]["page"]:
         shown.append(("page", status["flow_run"]["page"]))
     if status["last_failure"]:

@@ -28,6 +28,7 @@ _LINES = {
     "failed": "FAILED at step {step} ({error_class}): {detail}; {next}",
     "stopped": "stopped at step {step}: {reason}",
     "completed": "completed step {step}, state digest {digest}",
+    "slow_rank": "{text}",
     "notice": "{text}",
 }
 

@@ -219,7 +219,7 @@ _HANDLERS: dict[str, Any] = {  # Any: handlers as above, (view, data, time) -> C
     "run_created": _created, "launch_started": _launched, "recovered": _recovered, "chunk_finished": _chunk,
     "verified": _verified, "pushed": _pushed, "push_failed": _push_failed, "quarantined": _quarantined, "failed": _failed,
     "repaired": _repaired, "restarted": _restarted, "drilled": _drilled,
-    "stopped": _stopped, "completed": _completed, "notice": _noticed,
+    "stopped": _stopped, "completed": _completed, "slow_rank": _noticed, "notice": _noticed,
     "reported": _said("Report of the last {days} days", "text", page=True),
     "disk_full": _said("Disk full", "text", page=True),
     "save_failed": _said("The checkpoint of step {step} could not be written; trying again", "error"),

@@ -21,7 +21,7 @@ from perdure.training.redact import redact
 from perdure.training.run_dir import CheckpointName, RunDir
 
 MAX_CHECKPOINTS = 500
-_HAPPENED = ("failed", "stopped", "quarantined", "push_failed", "disk_full", "completed")
+_HAPPENED = ("failed", "stopped", "quarantined", "push_failed", "disk_full", "slow_rank", "completed")
 _LAST_EVENTS = 8
 _MARKS = 50
 

@@ -34,6 +34,8 @@ class RunSection(_Section, frozen=True, kw_only=True):
     """The run directory, relative to run.toml; default `runs/<name>`."""
     exact: Literal["prefer", "require"] = "prefer"
     """On resume with other hardware, thread counts or library versions: note it and go on, or refuse."""
+    scale_lr: bool = False
+    """Where --replan goes on with another global batch: scale learning rates, linearly for SGD, by the square root for Adam."""
 
 
 class CheckpointSection(_Section, frozen=True, kw_only=True):

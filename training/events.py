@@ -18,7 +18,7 @@ class Event:
     kind: str
     """Past tense: run_created, launch_started, checkpoint_committed, verified, quarantined, pushed, push_failed, pruned,
     copy_pruned, archived, archive_failed, rolled_up, repaired, scrubbed, restarted, reported, drilled, chunk_finished, failed,
-    recovered, stopped, completed, notice."""
+    recovered, stopped, completed, slow_rank, notice."""
     time: float
     """Unix seconds."""
     data: dict[str, Any] = field(default_factory=dict)  # Any: JSON values

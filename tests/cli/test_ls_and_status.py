@@ -144,13 +144,14 @@ def holder(made: Any, request: pytest.FixtureRequest) -> Iterator["subprocess.Po
 
 
 def test_status_of_a_running_run_names_holder_step_and_beat(made: Any, holder: Any, command: Command) -> None:
-    progress = {"counter": 7, "time": time.time(), "token": 1, "state": "training", "step": 47}
+    progress = {"counter": 7, "time": time.time(), "token": 1, "state": "training", "step": 47, "slow": {"3": 0.52}}
     made.run.progress_json.write_text(json.dumps(progress))
     status = state_of(made, command)
     assert (status["state"], status["step"]) == ("running", 47)
     assert status["holder"]["pid"] == holder.pid
     assert status["holder"]["host"] == socket.gethostname()
-    assert status["trainer"]["counter"] == 7
+    assert (status["trainer"]["counter"], status["trainer"]["slow_ranks"]) == (7, {"3": 0.52})
+    assert "rank 3 (0.52 s of work in a step)" in command("status", made.toml).out
     made.run.stop_request.write_text("enough")
     assert state_of(made, command)["state"] == "stopping"
     made.run.progress_json.write_text(json.dumps({**progress, "token": 0}))

@@ -2,6 +2,8 @@
 disturbed, and what they have in common is stored once."""
 
 import json
+import os
+import re
 import shutil
 import signal
 import statistics
@@ -15,6 +17,7 @@ from many_ranks import SLOW, hit, ranks, surviving, tracing
 from torch import nn
 
 from perdure.training.checkpoint import manifest
+from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder
 from perdure.training.engine.export import state_dicts
@@ -23,6 +26,8 @@ from perdure.training.process import identify
 
 RANKS = Path(__file__).parent / "ranks"
 ITEMS = 61
+LAG = "launch.env.TINY_lag=0.15"
+"""Rank 1 has its batches so much later."""
 
 
 @dataclass
@@ -36,9 +41,9 @@ def make_run(folder: Path, kind: str) -> Run:
     return Run(folder / kind / "run.toml", f"params.kind={kind}", "params.name_at=8")
 
 
-def make_reference(folder: Path, kind: str) -> Reference:
+def make_reference(folder: Path, kind: str, *settings: str) -> Reference:
     run = make_run(folder, kind)
-    end = Direct(run).train_to_end([tracing(run)])
+    end = Direct(run).train_to_end([tracing(run), *settings])
     assert end.reason == "complete", end
     assert [name.step for name in run.committed()] == [6, 9, 12, 18, 24], "a save asked for by one rank is everybody's"
     assert all(verify_folder(run.dir.checkpoint(name)) == [] for name in run.committed())
@@ -52,7 +57,7 @@ def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_reference(tmp_path_factory.mktemp("reference"), "ddp")
+    return make_reference(tmp_path_factory.mktemp("reference"), "ddp", LAG)
 
 
 def assert_every_sample_once(trace: dict[tuple[int, int], str]) -> None:
@@ -74,11 +79,32 @@ def assert_nothing_is_twice_there(reader: CheckpointReader) -> list[set[str]]:
     return own
 
 
+def told_of(found: Manifest) -> dict[str, Any]:
+    """The topology; what a step took is there, too."""
+    world = dict(found.world)
+    assert 0 < world.pop("step_secs") < 60
+    return world
+
+
+def test_a_rank_that_works_longer_is_named_once_though_the_others_wait_for_it_in_the_backward(ddp: Reference) -> None:
+    [event] = [event for event in ddp.run.events() if event["kind"] == "slow_rank"]
+    assert (event["ranks"], event["step"]) == ([1], 20)
+    assert re.fullmatch(r"slow: rank 1 0\.\d+ s of work in a step, the median of 2 ranks is [\d.e-]+ s", str(event["text"]))
+    assert json.loads(ddp.run.dir.progress_json.read_bytes())["slow"]["1"] > 0.15
+
+
 def test_what_ranks_have_in_common_is_stored_once_and_the_rest_per_rank(ddp: Reference) -> None:
     name = ddp.run.committed()[1]
     with open_checkpoint(ddp.run.dir.checkpoint(name)) as reader:
-        assert (reader.ranks, reader.manifest.world, reader.manifest.milestone) == (2, {"size": 2}, "of-rank-1")
-        assert reader.manifest.data["loader"] == {"epoch": 1, "samples": 8, "length": ITEMS, "global_batch": 8}
+        assert (reader.ranks, reader.manifest.milestone) == (2, "of-rank-1")
+        assert told_of(reader.manifest) == {"size": 2, "hosts": [2], "device": "cpu", "devices": len(os.sched_getaffinity(0))}
+        assert reader.manifest.data["loader"] == {
+            "epoch": 1,
+            "samples": 8,
+            "length": ITEMS,
+            "global_batch": 8,
+            "step_samples": 8,
+        }
         assert reader.manifest.data["tokens"] == ITEMS + 8
         own = assert_nothing_is_twice_there(reader)
         assert {"model/0.weight", "optimizer/model.0.weight/exp_avg"} <= own[0] | own[1], "no `module.` of the wrapper's"
@@ -109,7 +135,7 @@ def test_ddp_ends_bit_identical_after_one_rank_is_killed_and_another_stopped(ddp
 def test_fsdp2_each_rank_stores_its_pieces_and_readers_put_them_together(fsdp2: Reference) -> None:
     name = fsdp2.run.committed()[-1]
     with open_checkpoint(fsdp2.run.dir.checkpoint(name)) as reader:
-        assert reader.manifest.world == {"size": 2, "meshes": [{"shape": [2], "names": []}]}
+        assert told_of(reader.manifest)["meshes"] == [{"shape": [2], "names": []}]
         for rank, rows in ((0, 33), (1, 32)):
             entry = reader.rank_entries(rank)[f"model/0.weight%at/{rank * 33},0"]
             assert tuple(entry.shape) == (rows, 16)
@@ -181,6 +207,12 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(
         found = manifest.read(run.dir.checkpoint(run.committed()[-1]))
         assert (found.step, found.world["size"], len(found.files) // 2, found.exact) == (until, processes, processes, False)
         assert any(f"processes: {before} -> {processes}" in reason for reason in found.exact_reasons)
+        said = [str(event["text"]) for event in run.events() if event["kind"] == "notice"]
+        assert "re-planned: the global batch of 8 samples is kept, and the learning rate with it" in said
+        moved = [text for text in said if text.startswith("resumed on another topology: ")]
+        assert any(f"hosts: [{before}] in the checkpoint, [{processes}] now" in text for text in moved), said
+        took = r"a step takes \S+ s here, took \S+ s on the topology before \(medians\)"
+        assert sum(bool(re.fullmatch(took, text)) for text in said) == len(moved)
         lines = surviving(run, processes)
         for step in range(start, until):
             had = [json.loads(lines[(rank, step)]) for rank in range(processes)]

@@ -33,6 +33,8 @@ SALVAGE_SECS = 3.0
 """What a rank killed at the end of its grace left in memory is given so long; launch.END_MARGIN_SECS is more."""
 LEASE_NOTED_SECS = 1.0
 """Shorter waits between two chunks are the flow's turn."""
+MAX_SLOW = 8
+"""Slow ranks that are named, the slowest."""
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 8000
 
@@ -59,6 +61,9 @@ class Agent:
         self.lifeline = True
         self._said = {""}
         """Notices of the ranks: all come upon the same."""
+        self._slow: dict[int, float] = {}
+        """Ranks that are slow now, with the seconds they work in a step."""
+        self._named: set[int] = set()
         self._line = b""
         self._counter = 0
         self._published = 0.0
@@ -114,6 +119,8 @@ class Agent:
             if rank == 0 and "waited_for_lease" in message and float(message["waited"]) >= LEASE_NOTED_SECS:
                 told = {"step": int(message["waited_for_lease"]), "seconds": float(message["waited"])}
                 events.record(self.run, "waiting_for_lease", token=self.token, **told)
+            if "slow" in message:
+                self.name_slow(message)
             if message.get("notice", "") not in self._said:
                 self._said.add(message["notice"])
                 events.record(self.run, "notice", text=message["notice"], token=self.token)
@@ -126,6 +133,15 @@ class Agent:
         else:
             text = f"training waited {seconds:.1f} s at step {step} for the saver"
             events.record(self.run, "waiting_for_slot", token=self.token, step=step, seconds=seconds, text=text)
+
+    def name_slow(self, message: Message) -> None:
+        """Each rank once a launch; `perdure status` has those of now."""
+        self._slow = {int(rank): float(seconds) for rank, seconds in message["slow"][:MAX_SLOW]}
+        if new := [rank for rank in self._slow if rank not in self._named]:
+            self._named |= set(new)
+            each = ", ".join(f"rank {rank} {self._slow[rank]:.3g} s" for rank in new)
+            text = f"slow: {each} of work in a step, the median of {message['ranks']} ranks is {message['median']:.3g} s"
+            events.record(self.run, "slow_rank", token=self.token, step=message["at"], ranks=new, text=text)
 
     # the loop
 
@@ -166,6 +182,7 @@ class Agent:
             "step": self.ranks.step,
             "committed_step": self.savers.committed_step,
             "lease": self.ranks.leased,
+            "slow": self._slow,
         }
         try:
             files.publish(self.run.progress_json, json.dumps(progress).encode())

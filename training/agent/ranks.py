@@ -57,6 +57,7 @@ class Ranks:
             "lazy": config.checkpoint.lazy,
             "audit": config.checkpoint.audit,
             "exact": config.run.exact,
+            "scale_lr": config.run.scale_lr,
             "params": config.params,
             "trajectory": config.trajectory(),
             "entry_file": str(config.entry_file),

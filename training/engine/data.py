@@ -99,6 +99,8 @@ class ResumableSampler(Sampler[int]):
         """Epochs finished, from 0."""
         self.samples = 0
         """Samples of this epoch consumed by all ranks together."""
+        self.batches = 0
+        """Global batches consumed since this object was made."""
         self.started = False
         """Indices were taken."""
         self.exhausted = False
@@ -167,6 +169,7 @@ class ResumableSampler(Sampler[int]):
 
     def consumed(self, batches: int = 1) -> None:
         """The training loop was given `batches` more batches."""
+        self.batches += batches
         self.samples = min(self.samples + batches * self.global_batch, self.length)
 
     def next_epoch(self) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from importlib import metadata
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from perdure.training.errors import PerdureError
 
@@ -17,6 +19,7 @@ Facts = Mapping[str, Any]  # Any: plain JSON values
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")
 _GIT_SECS = 10.0
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def environment() -> dict[str, Any]:
@@ -45,12 +48,27 @@ def environment() -> dict[str, Any]:
 def _cuda() -> dict[str, Any]:
     return {
         "cuda": str(torch.version.cuda),
+        "nccl": _nccl_version() if dist.is_nccl_available() else None,
+        "driver": driver_version(),
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
+
+
+def _nccl_version() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def driver_version(path: Path = _DRIVER) -> str | None:
+    """Of the NVIDIA kernel module; None without one."""
+    try:
+        found = re.search(r"Kernel Module\b.*?(\d+\.\d+(?:\.\d+)*)", path.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 def _flushes_denormals() -> bool:

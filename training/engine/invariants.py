@@ -251,16 +251,6 @@ def _untracked_copies(tracked: Tracked) -> Iterator[str]:
                 yield type(obj).__qualname__
 
 
-def changed_batches(old: Mapping[str, Any], tracked: Tracked) -> list[str]:  # Any: plain JSON values
-    """Global batches of another size than the manifest's data says, in words: nothing is done about the learning rate."""
-    changes = []
-    for name, position in data_position(tracked).items():
-        was, now = (one.get("global_batch") if isinstance(one, Mapping) else None for one in (old.get(name), position))
-        if was and now and was != now:
-            changes.append(f"{name}: global batch {was} -> {now}, the learning rate is not scaled")
-    return changes
-
-
 def data_position(tracked: Tracked) -> dict[str, Any]:  # Any: plain JSON values
     """What the manifest says of the data: the position of every tracked object that has one."""
     found = {}

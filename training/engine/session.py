@@ -13,10 +13,12 @@ from perdure.training.config import RunConfig, load_config
 from perdure.training.engine import signals
 from perdure.training.engine.link import Link
 from perdure.training.engine.metrics import Metrics
+from perdure.training.engine.pace import Pace
 from perdure.training.engine.rng import is_generator, preserving
 from perdure.training.engine.snapshot import Snapshots
 from perdure.training.engine.state import check_trackable, unwrapped
 from perdure.training.engine.together import Alone, together
+from perdure.training.engine.topology import topology
 from perdure.training.errors import ConfigError, TrainingFailed
 from perdure.training.run_dir import RunDir
 
@@ -43,6 +45,7 @@ class Session:
         self._metrics = Metrics(run.metrics(int(link.welcome["token"])) if link and run and self.rank == 0 else None)
         self._snapshots = Snapshots(link, run, self._metrics) if link and run else None
         self._together: Alone | None = None
+        self._pace: Pace | None = None
         self._schedule = (int(link.welcome["chunk"]), int(link.welcome["every"])) if link else (0, 0)
         self._keep_every = int(link.welcome["snapshot_every"]) if link else 0
 
@@ -92,9 +95,12 @@ class Session:
                 signals.install()  # again: a framework may have put its own handlers
             if self._snapshots is not None and self._link:
                 self._together = together(self._link, self.world_size)
-                self.step = self._snapshots.begin(self._tracked, self._generators)
+                self._pace = Pace(self._link, self._together, self._tracked)
+                world = topology(self._tracked, self._together)
+                self.step = self._snapshots.begin(self._tracked, self._generators, world, self._pace)
                 self._together.agree()
                 self._link.phase("training")
+                self._pace.begin()
         return self.step
 
     def end_step(self) -> bool:
@@ -107,12 +113,12 @@ class Session:
 
     def _end_step(self) -> bool:
         self.step += 1
-        if self._snapshots is not None and self._link is not None and self._together is not None:
+        if self._snapshots is not None and self._link and self._together and self._pace:
             self._snapshots.finished_step(self.step)
             self._metrics.flush(force=False)
             self._link.finished_step(self.step)
             self._link.poll()
-            self._together.agree()
+            self._pace.agree(self.step)
             if self._save_due(self._link):
                 self._snapshots.cut(self.step, self._milestone)
                 self._milestone = ""
@@ -120,6 +126,7 @@ class Session:
                 self._snapshots.keep(self.step)
             if self.step < self.total_steps:
                 self._wait_for_lease(self._link, self._snapshots, self._together)
+            self._pace.begin()
         return self._may_go_on()
 
     def _wait_for_lease(self, link: Link, snapshots: Snapshots, together: Alone) -> None:

@@ -15,17 +15,19 @@ from perdure.training.checkpoint.plain import unpack_plain
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.config import changed_settings
 from perdure.training.engine import audit, environment, invariants
+from perdure.training.engine.batches import Batches, Rebatched
 from perdure.training.engine.leaves import Leaf, plain_leaf
 from perdure.training.engine.link import Link
 from perdure.training.engine.loading import Loading, check_can_spread
 from perdure.training.engine.metrics import Metrics
 from perdure.training.engine.overlap import Overlap
+from perdure.training.engine.pace import Pace
 from perdure.training.engine.remembered import Memory
 from perdure.training.engine.restore import restore
 from perdure.training.engine.rng import RNG, Generators, load_rng, rng_leaves, seed_rng
-from perdure.training.engine.shards import meshes
 from perdure.training.engine.stage import Stager
 from perdure.training.engine.state import Tracked, collect, note_built
+from perdure.training.engine.topology import Move
 from perdure.training.engine.zero import ZeroEngine, check_not_twice
 from perdure.training.errors import ConfigError, NonFinite
 from perdure.training.run_dir import CheckpointName, RunDir
@@ -56,14 +58,18 @@ class Snapshots:
         self._environment: dict[str, Any] = {}  # Any: plain JSON values
         self._code: dict[str, Any] = {}
         self._world: dict[str, Any] = {}
+        self._pace: Pace | None = None
+        self._move: Move | None = None
+        self._batches = Batches({})
+        self._rebatched: Rebatched | None = None
         self.last_step = 0
         """Newest step of which a checkpoint exists or is on its way."""
 
     # resume
 
-    def begin(self, tracked: Tracked, generators: Generators) -> int:
+    def begin(self, tracked: Tracked, generators: Generators, world: dict[str, Any], pace: Pace) -> int:  # Any: JSON values
         """Load the checkpoint the agent names, if any, check it, and return the step to go on from."""
-        self._tracked, self._generators = tracked, generators
+        self._tracked, self._generators, self._world, self._pace = tracked, generators, world, pace
         for label, thing in tracked.items():
             if type(thing).__name__ == "StatefulDataLoader" and getattr(thing, "_iterator", None) is not None:
                 raise ConfigError(
@@ -72,6 +78,7 @@ class Snapshots:
                 )
         check_not_twice(tracked)
         note_built(tracked)
+        self._batches = Batches(tracked)
         self._environment = environment.environment()
         self._code = environment.code_state(Path(self._link.welcome["config_dir"]))
         name = CheckpointName.parse(str(self._link.welcome["resume"]))
@@ -79,11 +86,6 @@ class Snapshots:
         self._watch = invariants.StepWatch(tracked)
         if self._link.welcome["lazy"]:
             self._overlap = Overlap(tracked)
-        self._world = {"size": int(self._link.welcome["world"])}
-        if found := meshes(tracked):
-            self._world["meshes"] = found
-        if stages := {name: obj.stage for name, obj in tracked.items() if isinstance(obj, ZeroEngine)}:
-            self._world["zero"] = stages
         self.last_step = step
         return step
 
@@ -95,7 +97,14 @@ class Snapshots:
                 check_can_spread(reader, self._tracked)
             self._note_exactness(reader)
             replan = bool(self._link.welcome["replan"])
-            self._exact_reasons += restore(self._tracked, loading.read, loading.read_part, replan=replan)
+            planned = restore(self._tracked, loading.read, loading.read_part, replan=replan)
+            self._exact_reasons += planned
+            if replan:
+                scale = bool(self._link.welcome["scale_lr"])
+                self._rebatched = Rebatched(
+                    self._tracked, self._batches, reader.manifest.data, scale=scale, planned=bool(planned), others=others
+                )
+                self._rebatched.watch(self._say_rebatched)
             own = unpack_plain(loading.read(SESSION).data)
             self._skipped = int(own["skipped"])
             self._metrics.load_state_dict(own["metrics"])
@@ -113,15 +122,23 @@ class Snapshots:
     def _note_exactness(self, reader: CheckpointReader) -> None:
         old = reader.manifest
         found = environment.differences(old.environment, self._environment)
+        self._move = Move(old.world, self._world)
+        if "nccl" in self._environment:
+            found += self._move.arranged
         if self._link.welcome["exact"] == "require":
             environment.require_same(old.environment, self._environment)
         if self._link.welcome["replan"]:
             changed = changed_settings(old.config, self._link.welcome["trajectory"])
-            changed += invariants.changed_batches(old.data, self._tracked)
             found += [f"re-planned at step {old.step}: {change}" for change in changed]
         self._exact_reasons = [*old.exact_reasons, *found]
         if found:
             self._link.say(notice="resumed, but not bit for bit: " + "; ".join(found))
+        if self._move.changes and self._link.rank == 0:
+            self._link.say(notice=self._move.notice)
+
+    def _say_rebatched(self, text: str, changed: bool) -> None:
+        self._exact_reasons += [text] if changed else []
+        self._link.say(notice=f"re-planned: {text}")
 
     # steps
 
@@ -130,6 +147,9 @@ class Snapshots:
         grow now, not in the next save, and the disk is asked for room."""
         assert self._watch is not None
         self._watch.finished_step(step)
+        if self._rebatched is not None:
+            self._rebatched.decide(self._say_rebatched)
+        self._batches.finished_step()
         if self._size != (size := _size(self._tracked)):
             self._size = size
             leaves = self._leaves(step)
@@ -144,6 +164,8 @@ class Snapshots:
     def cut(self, step: int, milestone: str = "") -> None:
         """Stage a snapshot of this very moment and hand it to the agent, to be written. The step waits for one memory copy."""
         self._check(step)
+        if self._move and self._pace and self._link.rank == 0 and (notice := self._move.after(self._pace)):
+            self._link.say(notice=notice)
         slot = self._link.take_slot(step)
         self._stage(slot, step, lambda: self._link.submit(slot, step), milestone)
         self.last_step = step
@@ -191,8 +213,8 @@ class Snapshots:
     def _about(self, step: int, milestone: str) -> About:
         return About(
             step=step,
-            world=self._world,
-            data={**invariants.data_position(self._tracked), "tokens": self._metrics.tokens},
+            world=self._world | ({"step_secs": round(secs, 6)} if self._pace and (secs := self._pace.step_secs) else {}),
+            data={**self._position(), "tokens": self._metrics.tokens},
             environment=self._environment,
             code=self._code,
             config=dict(self._link.welcome["trajectory"]),
@@ -202,6 +224,10 @@ class Snapshots:
             milestone=milestone or msgspec.UNSET,
             metrics=dict(self._metrics.newest) or msgspec.UNSET,
         )
+
+    def _position(self) -> dict[str, Any]:  # Any: plain JSON values
+        found, samples = invariants.data_position(self._tracked), self._batches.of_step
+        return {name: {**one, "step_samples": samples[name]} if samples.get(name) else one for name, one in found.items()}
 
 
 @contextlib.contextmanager

@@ -18,10 +18,15 @@ class Alone:
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self.world = 1
 
     def agree(self) -> None:
         """Agree on what every rank knows at this moment. All must call it at the same place."""
         self._link.agree(self._link.wishes())
+
+    def gather(self, number: float) -> list[float]:
+        """Every rank's number, by rank. All must call it at the same place."""
+        return [number]
 
 
 class Together(Alone):
@@ -29,6 +34,7 @@ class Together(Alone):
 
     def __init__(self, link: Link, world: int) -> None:
         super().__init__(link)
+        self.world = world
         if not dist.is_initialized():
             raise ConfigError(
                 f"launch.processes = {world}, but torch.distributed is not initialised",
@@ -42,6 +48,12 @@ class Together(Alone):
         numbers = torch.tensor(self._link.wishes(), dtype=torch.int64)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
         self._link.agree(numbers.tolist())
+
+    def gather(self, number: float) -> list[float]:
+        mine = torch.tensor([number], dtype=torch.float64)
+        every = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(every, mine, group=self._group)
+        return [one.item() for one in every]
 
 
 def together(link: Link, world: int) -> Alone:

@@ -55,13 +55,13 @@ def train(session: Session) -> None:
     batches = loader.forever()
     for step in session.steps():
         indices, x = next(batches)
+        time.sleep(float(trial.get("sleep", 0)) + float(trial.get("lag", 0.005)) * session.rank)
         loss = model(x).square().mean() + 0.01 * random.random()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         scheduler.step()
         session.log(loss=loss, tokens=len(indices))
-        time.sleep(float(trial.get("sleep", 0)) + 0.005 * session.rank)
         if session.rank == 1 and session.params.get("name_at") == step:
             session.save("of-rank-1")
         if "trace" in trial:

@@ -42,7 +42,7 @@ def train(session: Session) -> None:
     model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=session.total_steps + 1)
-    loader = ResumableLoader(Items(), seed=3, batch_size=4)
+    loader = ResumableLoader(Items(), seed=3, batch_size=int(params.get("batch", 4)))
     session.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
     batches = loader.forever()
 
