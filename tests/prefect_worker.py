@@ -1,8 +1,10 @@
 """A real process worker for tests, started as a user starts it; and what the server says of a run's flow runs."""
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,13 @@ from prefect.client.schemas.filters import FlowRunFilter
 from perdure.training.process import ProcessId, identify
 
 PREFECT = str(Path(sys.executable).parent / "prefect")
+YAML = """
+deployments:
+  - name: tests
+    entrypoint: perdure.flows.train.train
+    pull: []
+    work_pool: {name: tests}
+"""
 
 
 class Worker:
@@ -36,6 +45,17 @@ class Worker:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.kill()
+
+
+@contextlib.contextmanager
+def serving_pool(folder: Path) -> Iterator[Worker]:
+    """The deployment `train/tests`, and a worker for its pool."""
+    (folder / "prefect.yaml").write_text(YAML)
+    for command in (["work-pool", "create", "tests", "--type", "process", "--overwrite"], ["deploy", "--all"]):
+        subprocess.run([PREFECT, "--no-prompt", *command], cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    worker = Worker("tests", folder)
+    yield worker
+    worker.stop()
 
 
 def flow_process(run: Run) -> ProcessId:

@@ -3,15 +3,16 @@
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from perdure.training.drill_settings import DrillSection, wrong_drill
 from perdure.training.errors import ConfigError
+from perdure.training.overrides import declared_type, override
 from perdure.training.redact import names_a_secret
 from perdure.training.retention_settings import RetentionSection, wrong_retention
 from perdure.training.tier_settings import StoreSection, TierSection, absolute_url, keep_apart, wrong_places
@@ -66,7 +67,7 @@ class LaunchSection(_Section, frozen=True, kw_only=True):
     startup_timeout: float = 600.0
     """Seconds from launch to the first finished step."""
     step_timeout: float = 0.0
-    """Seconds without a finished step that count as a hang; 0: 5 x the longest step so far, at least 60."""
+    """Seconds without a finished step that count as a hang; 0: 5 x the longest step so far, at least 120."""
     env: dict[str, str] = {}
     """Environment of the ranks, `OMP_NUM_THREADS` say."""
 
@@ -138,50 +139,6 @@ class RunConfig(_Document, frozen=True, kw_only=True):
     def trajectory(self) -> dict[str, Any]:  # Any: TOML values
         """The settings that decide the weights; a resume with others is refused, or re-planned on request."""
         return {"entry": self.run.entry, "steps": self.run.steps, "processes": self.launch.processes, "params": self.params}
-
-
-def _parse_value(text: str) -> Any:  # Any: TOML values
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text  # a bare word is a string, as on any command line
-
-
-def _override(document: dict[str, Any], assignment: str) -> None:
-    key, equals, text = assignment.partition("=")
-    names = key.strip().split(".")
-    if not equals or not all(names) or len(names) < 2:
-        shown = f"{key}=..." if key.strip() == "launch" else assignment
-        raise ConfigError(f"--set {shown!r} is not section.key=value", "write for example --set run.steps=1000")
-    at = document
-    for name in names[:-1]:
-        at = at.setdefault(name, {})
-        if not isinstance(at, dict):
-            raise ConfigError(f"--set {assignment!r}: {name} is not a section")
-    value = _parse_value(text.strip())
-    if names[:2] == ["launch", "env"]:
-        _refuse_secrets(names[2:] or (value if isinstance(value, dict) else ()))
-    declared = _declared_type(names)
-    at[names[-1]] = text.strip() if declared is str and not isinstance(value, str) else value
-
-
-def _refuse_secrets(names: Iterable[str]) -> None:
-    """Settings of the command line are seen in process lists and kept in Prefect's database."""
-    for name in filter(names_a_secret, names):
-        raise ConfigError(
-            f"--set launch.env.{name}: a secret on the command line would be kept in Prefect",
-            f"export {name} where the run is started: its ranks inherit it",
-        )
-
-
-def _declared_type(names: Sequence[str]) -> Any:  # Any: a type object
-    at: Any = _Document
-    for name in names:
-        if isinstance(at, type) and issubclass(at, msgspec.Struct):
-            at = {field.name: field.type for field in msgspec.structs.fields(at)}.get(name)
-        else:
-            at = get_args(at)[1] if get_origin(at) is dict else None
-    return at
 
 
 def _check(document: _Document, where: str) -> None:
@@ -306,7 +263,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     path = Path(path).absolute()
     document = _read_toml(path)
     for assignment in overrides:
-        _override(document, assignment)
+        override(document, assignment, _Document)
     try:
         checked = msgspec.convert(document, _Document)
     except msgspec.ValidationError as error:
@@ -369,7 +326,7 @@ def _explain(path: Path, document: Mapping[str, Any], error: msgspec.ValidationE
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     if "enum value" in text:
-        choices = _choices(_declared_type(key.split(".")))
+        choices = _choices(declared_type(_Document, key.split(".")))
         return ConfigError(f"{path}: {key} = {value!r} is no choice", f"use {' or '.join(choices)}")
     shown = "..." if key.startswith("launch.env") and (isinstance(value, str) or names_a_secret(key)) else repr(value)
     return ConfigError(f"{path}: {key} = {shown}: {text[0].lower() + text[1:].replace('`', '')}", see)

@@ -22,6 +22,11 @@ def names_a_secret(name: str) -> bool:
     return _SECRET_NAME.fullmatch(name) is not None
 
 
+def is_a_secret(name: str, value: str) -> bool:
+    """Whether a setting of this name and value would be cut out of texts: not `pad_token = "<pad>"`."""
+    return (names_a_secret(name) and len(value) >= _SHORTEST) or redact(value, {}) != value
+
+
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """`text` with a mark in place of each secret of `environment`, passwords in URLs, and whatever looks like a token."""
     secrets = {value.strip() for name, value in environment.items() if names_a_secret(name)}

@@ -17,7 +17,7 @@ from perdure.training.config import load_config
 from perdure.training.process import ProcessId, identify
 from perdure.training.run_dir import CheckpointName, RunDir
 
-TINY = Path(__file__).parent / "tiny"
+TINY, RANKS = (Path(__file__).parent / name for name in ("tiny", "ranks"))
 PERDURE = [sys.executable, "-m", "perdure.cli.main"]
 PATIENCE = 120.0
 
@@ -69,6 +69,30 @@ class Run:
     def log(self) -> str:
         return (self.toml.parent / "parent.log").read_text()
 
+    # a step to be met at
+
+    @staticmethod
+    def held_at(step: int) -> list[str]:
+        """Settings of a launch that waits after `step` finished steps until `go_on`: what is done to it hits its middle."""
+        return [f"launch.env.TINY_wait_at={step}", "launch.step_timeout=200"]
+
+    def start_held_at(self, step: int, env: dict[str, str] | None = None) -> "subprocess.Popen[bytes]":
+        """`perdure run`, waiting after that step."""
+        for name in ("go-on", "held"):
+            (self.toml.parent / name).unlink(missing_ok=True)
+        parent = self.start(*(part for text in self.held_at(step) for part in ("--set", text)), env=env)
+        self.wait_until_held()
+        return parent
+
+    def wait_until_held(self) -> None:
+        wait_until((self.toml.parent / "held").exists, "the step at which it waits")
+
+    def go_on(self, *, told_to_stop: bool = False) -> None:
+        """At once, or when the agent has told the ranks to stop after this step."""
+        if told_to_stop:
+            wait_until(lambda: self.state() == "stopping", "told to stop")
+        (self.toml.parent / "go-on").touch()
+
     # what is on disk
 
     def digest(self) -> str:
@@ -86,6 +110,12 @@ class Run:
             return int(json.loads(self.dir.progress_json.read_bytes())["step"])
         except (OSError, ValueError):
             return 0
+
+    def state(self) -> str:
+        try:
+            return str(json.loads(self.dir.progress_json.read_bytes())["state"])
+        except (OSError, ValueError):
+            return ""
 
     def has_started(self) -> bool:
         return self.step() > 0

@@ -1,7 +1,6 @@
 """A full disk pauses the run with a clear event; it goes on by itself when there is room, and ends with the same bits."""
 
 import contextlib
-import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,10 +57,6 @@ def remount(folder: Path, size: str) -> None:
     subprocess.run(["mount", "-o", f"remount,size={size}", folder], check=True)
 
 
-def state_of(run: Run) -> str:
-    return str(json.loads(run.dir.progress_json.read_bytes())["state"])
-
-
 def test_too_little_room_is_found_before_the_second_step_and_training_waits_for_it(small_disk: Path, tmp_path: Path) -> None:
     """Two checkpoints of 15 MB do not fit into 25."""
     remount(small_disk, "25m")
@@ -72,7 +67,7 @@ def test_too_little_room_is_found_before_the_second_step_and_training_waits_for_
     direct = Direct(run)
     trainer = direct.launch()
     wait_until(lambda: "disk_full" in run.kinds(), "the event disk_full")
-    wait_until(lambda: state_of(run) == "waiting for disk", "its state")
+    wait_until(lambda: run.state() == "waiting for disk", "its state")
     assert trainer.is_alive()
     assert run.step() <= 1
     assert run.committed() == []

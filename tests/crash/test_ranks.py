@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Direct, Run, kill, wait_until
+from harness import RANKS, Direct, Run, kill, wait_until
 from many_ranks import SLOW, hit, ranks, surviving, tracing
 from torch import nn
 
@@ -22,9 +22,9 @@ from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder
 from perdure.training.engine.export import state_dicts
 from perdure.training.errors import ConfigError
+from perdure.training.files import is_temporary
 from perdure.training.process import identify
 
-RANKS = Path(__file__).parent / "ranks"
 ITEMS = 61
 LAG = "launch.env.TINY_lag=0.15"
 """Rank 1 has its batches so much later."""
@@ -171,6 +171,21 @@ def test_fsdp2_ends_bit_identical_after_all_ranks_and_the_agent_are_killed(fsdp2
     assert surviving(run) == fsdp2.trace
 
 
+@pytest.mark.chaos  # half a minute of four ranks on two cores
+def test_of_four_ranks_that_come_to_each_save_at_different_times_every_checkpoint_is_whole(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "ddp")
+    end = Direct(run).train_to_end(["launch.processes=4", "checkpoint.every=1", "launch.env.TINY_jitter=0.05"])
+    assert end.reason == "complete", end
+    names = run.committed()
+    assert [name.step for name in names] == list(range(1, 25)), "none was skipped"
+    for name in names:
+        found = manifest.read(run.dir.checkpoint(name))
+        assert (found.step, found.world["size"], len(found.files)) == (name.step, 4, 8)
+        assert verify_folder(run.dir.checkpoint(name)) == []
+    assert {path.name for path in run.dir.checkpoints.iterdir()} == set(map(str, names))
+    assert [path for path in run.dir.checkpoints.rglob("*") if is_temporary(path.name)] == []
+
+
 def train_with(run: Run, processes: int, until: int) -> None:
     """A launch with so many ranks, which `until` ends at a checkpoint."""
     direct = Direct(run)
@@ -182,8 +197,9 @@ def train_with(run: Run, processes: int, until: int) -> None:
 
 
 ELASTIC = [
-    ("fsdp2", 12, ((4, 18), (1, 24))),
+    ("fsdp2", 18, ((1, 24),)),
     pytest.param("fsdp2", 6, ((1, 12), (4, 18), (2, 24)), marks=pytest.mark.chaos),
+    pytest.param("fsdp2", 12, ((4, 18), (1, 24)), marks=pytest.mark.chaos),
     pytest.param("ddp", 6, ((1, 12), (4, 18), (2, 24)), marks=pytest.mark.chaos),
 ]
 """From a checkpoint of two ranks at that step on: so many ranks until that step, and so on."""

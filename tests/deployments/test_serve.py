@@ -75,7 +75,7 @@ class Serve:
         self.run, self.log = run, run.toml.parent / "serve.log"
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                [*PERDURE, "serve", str(run.toml), "--set", SLOW],
+                [*PERDURE, "serve", str(run.toml), *(part for text in run.settings for part in ("--set", text))],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -91,9 +91,9 @@ class Serve:
         wait_until(serving, "a worker")
 
     def train(self) -> list[ProcessId]:
-        """Start a flow run and let it train; every process there is then, beside the server's."""
+        """Start a flow run and let it train until it is held; every process there is then, beside the server's."""
         start(self.run)
-        wait_until(lambda: self.run.step() >= 12, "step 12")
+        self.run.wait_until_held()
         return descendants(self.process.pid)
 
 
@@ -119,7 +119,8 @@ class Guarded:
     def environment(self) -> dict[str, str]:
         """As a user would have it, the password in the URL."""
         url = self.url.replace("://", f"://{USER}@")
-        return {**os.environ, "PREFECT_API_URL": url, "PREFECT_API_SSL_CERT_FILE": self.authority}
+        hasty = {"PREFECT_WORKER_QUERY_SECONDS": "1"}
+        return {**os.environ, **hasty, "PREFECT_API_URL": url, "PREFECT_API_SSL_CERT_FILE": self.authority}
 
     def examined(self, run: Run, *, user: str, authority: str) -> dict[str, Finding]:
         """What the doctor says of it, with these settings."""
@@ -134,19 +135,37 @@ def guarded(prefect_api: str, tmp_path: Path) -> Iterator[Guarded]:
         yield Guarded(f"https://127.0.0.1:{port}/api", str(authority))
 
 
-def test_flow_process_killed_is_followed_at_once_and_ctrl_c_saves_and_ends_all(guarded: Guarded, toml: Path) -> None:
-    """The limit of one flow run per training run gives its place to the restart; after Ctrl-C nothing follows. All that
-    `perdure serve` starts, and the doctor, go through TLS and give the password, which nothing shows."""
-    run = Run(toml, SLOW)
+def test_through_tls_ctrl_c_saves_and_ends_all(guarded: Guarded, toml: Path) -> None:
+    """All that `perdure serve` starts, and the doctor, go through TLS and give the password, which nothing shows."""
+    run = Run(toml, *Run.held_at(12))
     with serving(run, guarded.environment()) as serve:
-        serve.train()
+        seen = serve.train()
         found = guarded.examined(run, user=USER, authority=guarded.authority)
         assert [found[name].level for name in ("Prefect API", "deployment", "work pool", "worker")] == ["ok"] * 4, found
         assert "AUTH_STRING" in guarded.examined(run, user="me:wrong", authority=guarded.authority)["Prefect API"].fix
         assert "SSL_CERT_FILE" in guarded.examined(run, user=USER, authority="")["Prefect API"].fix
         missing = guarded.examined(run, user=USER, authority="/none.pem")["Prefect API"]
         assert missing.text.startswith("PREFECT_API_SSL_CERT_FILE = '/none.pem' cannot be used")
+        serve.process.send_signal(signal.SIGINT)
+        run.go_on(told_to_stop=True)
+        assert serve.process.wait(60) == 0
+        assert not [one for one in seen if one.is_alive()]
+    assert states(run) == ["CANCELLED"]
+    assert run.committed()[-1].step >= 12
+    assert not run.dir.stop_request.exists()
+    assert guarded.url in serve.log.read_text()
+    assert not [path for path in toml.parent.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
+    assert events_of_deployment(run) == {"perdure.launched", "perdure.chunk"}, "what the stall automation waits for"
+
+
+@pytest.mark.chaos  # more than a minute; that a killed flow process is followed is in test_worker.py too
+def test_flow_process_killed_is_followed_at_once_and_nothing_follows_ctrl_c(prefect_api: str, toml: Path) -> None:
+    """The limit of one flow run per training run gives its place to the restart."""
+    run = Run(toml, SLOW, *Run.held_at(12))
+    with serving(run, dict(os.environ)) as serve:
+        serve.train()
         kill(flow_process(run))
+        run.go_on(told_to_stop=True)
         wait_until(lambda: states(run) == ["CRASHED", "RUNNING"] and run.step() >= 21, "a second flow run trains")
         seen = descendants(serve.process.pid)
         serve.process.send_signal(signal.SIGINT)
@@ -154,9 +173,6 @@ def test_flow_process_killed_is_followed_at_once_and_ctrl_c_saves_and_ends_all(g
         assert not [one for one in seen if one.is_alive()]
     assert states(run) == ["CRASHED", "CANCELLED"]
     assert run.committed()[-1].step >= 21
-    assert not run.dir.stop_request.exists()
-    assert guarded.url in serve.log.read_text()
-    assert not [path for path in toml.parent.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
     assert events_of_deployment(run) == {"perdure.launched", "perdure.chunk"}, "what the stall automation waits for"
 
 
@@ -170,7 +186,7 @@ def flow_process(run: Run) -> ProcessId:
 @pytest.mark.chaos  # a minute of starts and grace; the Ctrl-C test above is in every run
 def test_serve_killed_outright_leaves_no_process_and_no_server(toml: Path) -> None:
     """With a server of its own, which goes with it."""
-    run = Run(toml, SLOW)
+    run = Run(toml, *Run.held_at(12))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
     with serving(run, environment) as serve:
         record = read_record(ServerHome.beside(RunDir(run.config.run_dir)))
@@ -179,6 +195,7 @@ def test_serve_killed_outright_leaves_no_process_and_no_server(toml: Path) -> No
             seen = serve.train()
         assert f"http://127.0.0.1:{record.port}/" in serve.log.read_text()
         serve.process.kill()
+        run.go_on(told_to_stop=True)
         wait_until(lambda: not any(one.is_alive() for one in seen), "nothing alive", 60)
         wait_until(lambda: not record.server.is_alive(), "the server is gone", 60)
     assert run.committed()[-1].step >= 12

@@ -5,16 +5,15 @@ import logging
 import os
 import signal
 import socket
-import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
+from conftest import copy_database
 from harness import Direct, Run, copy_tiny, kill, wait_until
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
@@ -42,7 +41,15 @@ def client(prefect_api: str) -> Iterator[SyncPrefectClient]:
 
 @pytest.fixture
 def run(tmp_path: Path, prefect_api: str) -> Run:
-    return Run(copy_tiny(tmp_path / "tiny"), "params.sleep=0.25")
+    return Run(copy_tiny(tmp_path / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """To the end, with nothing that disturbed it."""
+    run = Run(copy_tiny(tmp_path_factory.mktemp("trained") / "tiny"), "store.url=''")
+    assert Direct(run).train_to_end().reason == "complete"
+    return run
 
 
 def flow_runs(client: SyncPrefectClient, run: Run) -> list[Any]:
@@ -61,12 +68,16 @@ def artifacts_of(client: SyncPrefectClient, flow_run: Any) -> dict[str, Any]:
     return {one.type: one for one in found}
 
 
-def test_killed_flow_run_is_closed_linked_and_followed(run: Run, client: SyncPrefectClient) -> None:
-    parent = run.start()
-    wait_until(lambda: run.step() >= 12 and len(list(run.dir.flow_runs.glob("*.json"))) == 1, "step 12")
+def test_killed_flow_run_is_closed_linked_and_followed_to_the_same_bits(
+    run: Run, client: SyncPrefectClient, trained: Run
+) -> None:
+    parent = run.start_held_at(12)
     wait_until(lambda: artifacts_of(client, flow_runs(client, run)[0]).get("table"), "the first artifacts")
     kill(run.flow())
+    run.go_on(told_to_stop=True)
     assert parent.wait(120) == 0, run.log()
+    assert run.digest() == trained.digest()
+    assert run.processes() == []
     first, second = flow_runs(client, run)
     assert [first.state.type, second.state.type] == [StateType.CRASHED, StateType.COMPLETED]
     assert "died without a word" in first.state.message
@@ -88,11 +99,11 @@ def test_killed_flow_run_is_closed_linked_and_followed(run: Run, client: SyncPre
 
 
 def test_flow_killed_while_the_run_is_stopped_is_closed_by_the_parent(run: Run, client: SyncPrefectClient) -> None:
-    parent = run.start()
-    wait_until(lambda: run.step() >= 12, "step 12")
+    parent = run.start_held_at(12)
     flow = run.flow()
     parent.send_signal(signal.SIGTERM)
     kill(flow)
+    run.go_on(told_to_stop=True)
     assert parent.wait(60) == 75, run.log()
     (only,) = flow_runs(client, run)
     assert only.state.type == StateType.CRASHED
@@ -104,13 +115,12 @@ def board(run: Run, flow_run_id: str) -> Board:
     return Board(run.config, [], flow_run_id, [], logger)
 
 
-def test_many_chunks_are_three_rows_and_few_events(run: Run, client: SyncPrefectClient) -> None:
-    Direct(run).train_to_end()
-    flow_run = client.create_flow_run(train, parameters={"config": str(run.toml)}, state=Running())
-    shown = board(run, str(flow_run.id))
+def test_many_chunks_are_three_rows_and_few_events(trained: Run, client: SyncPrefectClient) -> None:
+    flow_run = client.create_flow_run(train, parameters={"config": str(trained.toml)}, state=Running())
+    shown = board(trained, str(flow_run.id))
     shown.min_secs = 0.0
-    for step in range(30):
-        events.record(run.dir, "chunk_finished", start=step, end=step, loss=float(step), seconds=1.0)
+    for step in range(10):
+        events.record(trained.dir, "chunk_finished", start=step, end=step, loss=float(step), seconds=1.0)
         shown.ask()
         wait_until(
             lambda loss=f"loss {step}": loss in artifacts_of(client, flow_run).get("markdown", _Nothing).data, "an update"
@@ -205,14 +215,6 @@ def test_password_reaches_what_talks_to_prefect_and_is_written_nowhere(tmp_path:
         for text in {secret, secret.partition(":")[2] or secret}:
             held = [path for path in tmp_path.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
             assert held == [], name
-
-
-def copy_database(home: server.ServerHome) -> None:
-    """The tables of another server, since making them takes ten seconds."""
-    home.root.mkdir(parents=True)
-    paths = Path(os.environ["PREFECT_HOME"]) / "prefect.db", home.root / "prefect.db"
-    with closing(sqlite3.connect(paths[0])) as one, closing(sqlite3.connect(paths[1])) as two:
-        one.backup(two)
 
 
 def refuses_without_password(port: int) -> bool:

@@ -1,7 +1,6 @@
 """The same flow under a real process worker: a killed flow process is followed by a new flow run, a cancelled one by none."""
 
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,27 +12,13 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import StateType
 from prefect.deployments import run_deployment
 from prefect.states import Cancelling
-from prefect_worker import PREFECT, Worker, flow_process, flow_runs, states
-
-YAML = """
-deployments:
-  - name: tests
-    entrypoint: perdure.flows.train.train
-    pull: []
-    work_pool: {name: tests}
-"""
+from prefect_worker import flow_process, flow_runs, serving_pool, states
 
 
 @pytest.fixture(scope="module")
 def worker(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("worker")
-    (folder / "prefect.yaml").write_text(YAML)
-    quiet = {"cwd": folder, "check": True, "stdout": subprocess.DEVNULL, "timeout": 120}
-    subprocess.run([PREFECT, "--no-prompt", "work-pool", "create", "tests", "--type", "process"], **quiet)
-    subprocess.run([PREFECT, "--no-prompt", "deploy", "--all"], **quiet)
-    worker = Worker("tests", folder)
-    yield
-    worker.stop()
+    with serving_pool(tmp_path_factory.mktemp("worker")):
+        yield
 
 
 @pytest.fixture
@@ -53,15 +38,20 @@ def open_tasks(run: Run) -> list[str]:
     return [one.name for one in found if one.state is None or not one.state.is_final()]
 
 
-def test_flow_process_killed_is_followed_by_a_new_flow_run_that_completes(run: Run) -> None:
+def test_flow_process_killed_or_told_to_end_is_followed_by_a_new_flow_run_that_completes(run: Run) -> None:
+    """Told by SIGTERM, as on a drained or preempted machine, the trainer saves, and the next goes on from that very step."""
     start(run)
     wait_until(lambda: run.step() >= 12, "step 12")
     kill(flow_process(run))
-    wait_until(lambda: states(run) == ["CRASHED", "COMPLETED"], "a crashed flow run and a completed one")
+    wait_until(lambda: states(run) == ["CRASHED", "RUNNING"] and run.step() >= 22, "a second flow run trains")
+    flow_process(run).send(signal.SIGTERM)
+    wait_until(lambda: states(run) == ["CRASHED", "CRASHED", "COMPLETED"], "two crashed flow runs and a completed one")
     assert run.committed()[-1].step == 40
     assert run.kinds().count("completed") == 1
     assert "train tiny" in {one.name for one in flow_runs(run)}
     assert open_tasks(run) == [], "nor does a task run say Running for ever"
+    third, stopped = run.dir.launch_record(3).read_text(), [one for one in run.events() if one["kind"] == "stopped"]
+    assert f'"{int(str(stopped[-1]["step"])):012d}-0002"' in third
 
 
 def test_cancelled_flow_run_saves_stops_and_is_not_restarted(run: Run) -> None:
@@ -75,14 +65,3 @@ def test_cancelled_flow_run_saves_stops_and_is_not_restarted(run: Run) -> None:
     assert run.committed()[-1].step >= 12
     assert len(list(run.dir.launches.glob("????.json"))) == 1
     assert len(flow_runs(run)) == 1
-
-
-def test_sigterm_to_the_flow_process_is_followed_by_a_new_flow_run(run: Run) -> None:
-    """A drained or preempted machine: the trainer saves, another flow run goes on from that very step."""
-    start(run)
-    wait_until(lambda: run.step() >= 12, "step 12")
-    flow_process(run).send(signal.SIGTERM)
-    wait_until(lambda: states(run) == ["CRASHED", "COMPLETED"], "a crashed flow run and a completed one")
-    second = run.dir.launch_record(2).read_text()
-    stopped = next(event for event in run.events() if event["kind"] == "stopped")
-    assert f'"{int(str(stopped["step"])):012d}-0001"' in second

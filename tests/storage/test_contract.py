@@ -3,6 +3,8 @@
 import hashlib
 import json
 import random
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -217,6 +219,41 @@ def test_a_key_that_could_leave_the_store_is_refused(store: ObjectStore, tmp_pat
         with pytest.raises(StoreError, match="key") as caught:
             call()
         assert not caught.value.retryable
+
+
+@pytest.mark.parametrize("at", ["checkpoints", "checkpoints/one", "checkpoints/one/rank-00000.pack", "run.json"])
+def test_a_link_below_a_store_folder_is_refused_and_what_it_names_left_alone(tmp_path: Path, at: str) -> None:
+    """Somebody else's, on a share; the root may be one, which the user chose."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "store").symlink_to(tmp_path / "disk")
+    store, outside = FolderStore(tmp_path / "store"), tmp_path / "outside"
+    key = at if at.endswith((".pack", ".json")) else f"{at}/one/x"
+    (outside / "one").mkdir(parents=True)
+    (outside / "one" / "x").write_bytes(b"mine")
+    (outside / "file").write_bytes(b"mine")
+    assert store.put(key, b"ours")
+    assert [info.key for info in store.list("")] == [key]
+    link = tmp_path / "disk" / at
+    shutil.rmtree(link) if link.is_dir() else link.unlink()
+    link.symlink_to(outside / "file" if key == at else outside)
+    for call in (
+        lambda: store.put(key, b"theirs"),
+        lambda: store.put(key, b"theirs", if_absent=True),
+        lambda: store.put_file(key, outside / "file"),
+        lambda: store.get(key, limit=10),
+        lambda: store.get_range(key, 0, 4),
+        lambda: store.size(key),
+        lambda: store.delete([key]),
+        lambda: list(store.list("")),
+        lambda: list(store.list(f"{at.partition('/')[0]}/" if "/" in key else "")),
+        lambda: store.abort_uploads("", 0),
+    ):
+        with pytest.raises(StoreError, match=f"{re.escape(str(tmp_path / 'store' / at))} is a symbolic link") as caught:
+            call()
+        assert not caught.value.retryable
+    assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == {
+        outside / "file": b"mine", outside / "one" / "x": b"mine"
+    }  # fmt: skip
 
 
 def test_a_stopped_upload_leaves_no_object_and_the_next_one_finishes(store: ObjectStore, tmp_path: Path) -> None:

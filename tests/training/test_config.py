@@ -139,6 +139,12 @@ WRONG = {
     "launch={env={A='hidden-value'}}": "--set 'launch=...' is not section.key=value",
     "launch.env='A=hidden-value'": "launch.env = ...: expected object, got str",
     "launch.env.PERDURE_AGENT_PID=1": "PERDURE_AGENT_PID is set by Perdure itself",
+    # secrets among params
+    "params.X_TOKEN=hidden-value": "params.X_TOKEN: a secret on the command line would be kept in Prefect and in every",
+    "params.db={password='hidden-value'}": "params.db.password: a secret",
+    "params.all=[{api_key='hidden-value'}]": "params.all.api_key: a secret",
+    "params.note=xoxb-hidden-value": "params.note: a secret",
+    "params={X_TOKEN='hidden-value'}": "--set 'params=...' is not section.key=value",
     # notify
     "notify.slack_api=ftp://x": "notify.slack_api = 'ftp://x' is not a URL",
     "notify.slack_api=http://user:hidden-value@x/": "notify.slack_api holds a user name or password",
@@ -169,6 +175,11 @@ def test_wrong_setting_is_refused_by_value(assignment: str, toml: Path) -> None:
 )
 def test_refusal_says_what_was_meant(assignment: str, fix: str, toml: Path) -> None:
     assert fix in refusal(toml, assignment).hint
+
+
+def test_params_that_only_sound_like_a_secret_are_none(toml: Path) -> None:
+    config = load_config(toml, ["params.pad_token=<pad>", "params.sort_key=123456789"])
+    assert config.params == {"pad_token": "<pad>", "sort_key": 123456789}
 
 
 def test_circle_of_links_is_refused(toml: Path) -> None:

@@ -32,3 +32,16 @@ def test_waiting_for_the_disk_is_no_hang_and_training_that_stands_still_is(about
         assert time.monotonic() < end + 30
         time.sleep(0.05)
     assert says in problem
+
+
+@pytest.mark.parametrize(("longest", "limit"), [(0.1, 120), (40.0, 200)])
+def test_a_minute_without_a_step_is_no_hang_unless_that_is_said(
+    longest: float, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines, began = Deadlines(load_config(TINY)), time.monotonic()
+    training = rank(made_a_step=True, phase="training", step=3, longest_step=longest, last_news=began)
+    for seconds in (61, limit - 1):
+        monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: began + seconds)
+        assert deadlines.problem(training, paused=False) == ""
+    monkeypatch.setattr(time, "monotonic", lambda: began + limit + 1)
+    assert f"limit {limit} s" in deadlines.problem(training, paused=False)

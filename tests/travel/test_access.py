@@ -14,21 +14,28 @@ from typing import Any
 
 import pytest
 from conftest import BUCKET, WEED, Keys, S3Server, free_port, running_weed
+from storage.glacier import Glacier
 from storage.proxy import proxy_to
 from tls_proxy import make_certificate
 
+from perdure.training import files
 from perdure.training.checkpoint import facts
 from perdure.training.errors import StoreError
 from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import RunDir
 from perdure.training.storage.s3 import S3Store
 from perdure.training.store_settings import StoreSettings
-from perdure.training.travel import prune, sweep
+from perdure.training.tier_settings import StoreSection, TierSection
+from perdure.training.travel import archive, prune, scrub_plan, sweep, thaw
+from perdure.training.travel.copies import Stored
+from perdure.training.travel.places import Remote, Tier
 from perdure.training.travel.pull import pull
 from perdure.training.travel.push import push
+from perdure.training.travel.scrub import scrub
 
 PAGE = Path(__file__).parents[2] / "docs" / "stores.md"
 PREFIX = "team/run"
+PUSH = "train, push, archive, scrub"
 DOMAIN = "s3.test"
 MadeRun = Any
 
@@ -38,7 +45,7 @@ def documented() -> dict[str, tuple[list[str], list[str]]]:
     table = PAGE.read_text().partition("### The least rights")[2].partition("\n\n- ")[0]
     rows = [line.strip("|").split("|") for line in table.splitlines() if "`s3:" in line]
     rights = {row[0].strip(): (re.findall(r"`(s3:\w+)`", row[1]), re.findall(r"`(s3:\w+)`", row[2])) for row in rows}
-    assert set(rights) == {"train, push", "prune, scrub", "pull, restore"}
+    assert set(rights) == {PUSH, "prune", "pull, restore", "thaw"}
     return rights
 
 
@@ -70,7 +77,7 @@ def access(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
     folder = tmp_path_factory.mktemp("access")
     key, certificate = make_certificate(folder)
     jobs = documented()
-    train, objects = jobs["train, push"], jobs["train, push"][0]
+    train, objects = jobs[PUSH], jobs[PUSH][0]
     jobs["no multipart listing"] = ([right for right in objects if "List" not in right], ["s3:ListBucket"])
     jobs["no listing"] = (objects, [])
     assert train[0]
@@ -121,20 +128,41 @@ def opened(access: Access, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 def test_trainer_with_the_documented_rights_pushes_but_cannot_delete(
     opened: Callable[..., S3Store], made: MadeRun, elsewhere: RunDir
 ) -> None:
-    store = opened("train, push")
+    store = opened(PUSH)
     name = made.commit(100, 1, pack=6 << 20)
     assert push(made.dir, store, name).result == "good"
     with pytest.raises(StoreError, match=r"were not deleted: .*AccessDenied") as caught:
         store.delete([item.key for item in store.list("")])
     assert "s3:DeleteObject" in caught.value.hint
     assert pull(opened("pull, restore"), elsewhere) == name
-    later, pruner = made.commit(200, 1), opened("prune, scrub")
-    push(made.dir, opened("train, push"), later)
+    later, pruner = made.commit(200, 1), opened("prune")
+    push(made.dir, opened(PUSH), later)
     sweep.recover(made.dir, pruner, "store")
     found = prune.survey(made.dir, pruner, "store", RetentionSection(keep_last=1))
     assert [one.name for one in sweep.execute(made.dir, pruner, "store", found).removed] == [name]
     with pytest.raises(StoreError, match=r"s3://ckpt/team/other/x.*AccessDenied"):
-        opened("train, push", prefix="team/other").put("x", b"")
+        opened(PUSH, prefix="team/other").put("x", b"")
+
+
+def test_archive_and_scrub_with_the_rights_of_a_push_and_a_thaw_with_its_own(
+    access: Access, opened: Callable[..., S3Store], made: MadeRun, elsewhere: RunDir
+) -> None:
+    name, store = made.commit(100, 1, pack=6 << 20), opened(PUSH)
+    push(made.dir, store, name)
+    opened("admin").put(RunDir.checkpoint_key(name, "rank-00000.index"), b"rot")
+    found = scrub_plan.survey(made.dir, [Stored(store)]).copies
+    done = scrub(made.dir, [Stored(store)], found, scrub_plan.choose(found, 1 << 40))
+    assert [one.outcome for one in done.found] == ["good", "repaired"]
+    files.remove_tree(made.dir.checkpoint(name))
+    with proxy_to(access.server.endpoint, Glacier(looks=0)) as proxy:
+        cold = {"endpoint": proxy.endpoint, "prefix": f"{PREFIX}/cold", "storage_class": "DEEP_ARCHIVE"}
+        tier = Tier(word="cold", store=opened(PUSH, **cold), section=TierSection(storage_class="DEEP_ARCHIVE"))
+        remotes = [Remote(word="store", store=opened("pull, restore"), section=StoreSection()), tier]
+        assert len(archive.execute(made.dir, remotes, archive.survey(made.dir, remotes)).copied) == 1
+        asked = thaw.ask(made.dir, Stored(opened("thaw", **cold), "cold"), name)
+        assert asked is not None
+        assert asked.state == "thawed"
+        assert pull(opened("pull, restore", **cold), elsewhere, place="cold") == name
 
 
 def test_reader_with_the_documented_rights_pulls_but_cannot_push(

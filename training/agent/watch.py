@@ -6,8 +6,8 @@ from perdure.training.agent.ranks import Ranks
 from perdure.training.config import RunConfig
 
 AUTOMATIC_FACTOR = 5.0
-AUTOMATIC_LEAST_SECS = 60.0
-"""facts/operations.md: a hang is no progress for 5 x the longest step seen."""
+AUTOMATIC_LEAST_SECS = 120.0
+"""facts/operations.md: a hang is no progress for 5 x the longest step seen. A minute in one step, the GIL held, is none."""
 
 
 class Deadlines:

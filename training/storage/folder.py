@@ -59,7 +59,14 @@ class FolderStore:
         self.url = root.as_uri()
 
     def _path(self, key: str) -> Path:
-        return self.root / check_key(key)
+        return self._below(check_key(key))
+
+    def _below(self, key: str) -> Path:
+        at = self.root
+        for part in filter(None, key.split("/")):
+            at = at / part
+            _refuse_link(at)
+        return at
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
         path = self._path(key)
@@ -121,10 +128,12 @@ class FolderStore:
                 return None
 
     def _walk(self, prefix: str, *, temporary: bool) -> Iterator[tuple[str, Path]]:
-        top = self.root / prefix.rpartition("/")[0]
-        if not (top.resolve() == self.root.resolve() or is_plain_key(prefix.rpartition("/")[0])):
+        parent = prefix.rpartition("/")[0]
+        if parent and not is_plain_key(parent):
             raise StoreError(f"prefix {prefix[:200]!r} leaves the store", retryable=False)
-        for folder, _, names in os.walk(top, onerror=_unless_missing):
+        for folder, folders, names in os.walk(self._below(parent), onerror=_unless_missing):
+            for path in (Path(folder, name) for name in (*folders, *names)):
+                _refuse_link(path)
             for name in names:
                 path = Path(folder, name)
                 key = path.relative_to(self.root).as_posix()
@@ -168,6 +177,16 @@ class FolderStore:
             with _explained("delete", Path(upload.upload_id)):
                 files.remove(Path(upload.upload_id))
         return len(old)
+
+
+def _refuse_link(path: Path) -> None:
+    """The root itself may be a link, which the user chose; below it somebody else may have put one, to anywhere."""
+    if os.path.islink(path):
+        raise StoreError(
+            f"store folder: {path} is a symbolic link, which may lead out of the store",
+            retryable=False,
+            hint="take it away, or put what it names there itself; the folder of the store may be a link",
+        )
 
 
 def _unless_missing(error: OSError) -> None:

@@ -62,6 +62,7 @@ def train(session: Session) -> None:
         optimizer.step()
         scheduler.step()
         session.log(loss=loss, tokens=len(indices))
+        time.sleep(random.Random(f"{step} {session.rank}").uniform(0, float(trial.get("jitter", 0))))
         if session.rank == 1 and session.params.get("name_at") == step:
             session.save("of-rank-1")
         if "trace" in trial:

@@ -53,10 +53,14 @@ def train(session: Session) -> None:
         if params.get("poke_at") == step:
             with torch.no_grad():
                 model[0].weight.add_(0.0)
+        if params.get("hold_gil_at") == step:
+            ctypes.PyDLL(None).sleep(int(params["hold_secs"]))  # no other thread of this process runs meanwhile
         if params.get("nan_at") == step:
             x = x * float("nan")
-        while params.get("wait_at") == step and not Path("go-on").exists():
-            time.sleep(0.01)
+        if params.get("wait_at") == step:
+            Path("held").touch()
+            while not Path("go-on").exists():
+                time.sleep(0.01)
         if params.get("slow_batch_at") == step:
             phase_sleep(params, "batch")
         loss = model(x).square().mean() + 0.01 * random.random()
