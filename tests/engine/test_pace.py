@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from perdure.training.engine.environment import driver_version
+from perdure.training.engine.environment import differences, driver_version
 from perdure.training.engine.pace import slow_ranks
 from perdure.training.engine.topology import Move
 
@@ -35,7 +35,8 @@ def test_another_topology_is_told_with_what_a_step_took() -> None:
     move = Move(WORLD | {"step_secs": 0.5}, WORLD | {"hosts": [1, 1], "devices": 8})
     told = "devices: 2 in the checkpoint, 8 now; hosts: [2] in the checkpoint, [1, 1] now"
     assert move.notice == f"resumed on another topology: {told}; a step took 0.5 s there"
-    assert move.arranged == ["hosts: [2] in the checkpoint, [1, 1] now"]
+    assert move.with_hosts({"cpu": "a"}, {"cpu": "a"}) == ({"cpu": "a"}, {"cpu": "a"}), "gloo adds up in the order of ranks"
+    assert differences(*move.with_hosts({"nccl": "2"}, {"nccl": "2"})) == ["hosts: [2] in the checkpoint, [1, 1] now"]
 
 
 def test_a_checkpoint_from_before_topologies_were_recorded_differs_in_nothing_it_does_not_know() -> None:

@@ -121,12 +121,11 @@ class Snapshots:
 
     def _note_exactness(self, reader: CheckpointReader) -> None:
         old = reader.manifest
-        found = environment.differences(old.environment, self._environment)
         self._move = Move(old.world, self._world)
-        if "nccl" in self._environment:
-            found += self._move.arranged
+        before, now = self._move.with_hosts(old.environment, self._environment)
         if self._link.welcome["exact"] == "require":
-            environment.require_same(old.environment, self._environment)
+            environment.require_same(before, now)
+        found = environment.differences(before, now)
         if self._link.welcome["replan"]:
             changed = changed_settings(old.config, self._link.welcome["trajectory"])
             found += [f"re-planned at step {old.step}: {change}" for change in changed]

@@ -47,10 +47,15 @@ class Move:
     def __init__(self, old: Facts, new: Facts) -> None:
         known = ("size", "hosts", "device", "devices", "meshes") if "hosts" in old else ("size", "meshes")
         self.changes = differences(*({key: one[key] for key in known if key in one} for one in (old, new)))
-        self.arranged = differences({"hosts": old.get("hosts")}, {"hosts": new["hosts"]}) if "hosts" in old else []
-        """Changes by which NCCL may add up in another order."""
+        self._hosts = (old.get("hosts"), new["hosts"])
         self._before = old.get("step_secs")
         self._told = not self.changes
+
+    def with_hosts(self, old: Facts, new: Facts) -> tuple[Facts, Facts]:
+        """Environments as they are to be compared: by how ranks lie on hosts NCCL chooses in which order to add up."""
+        if not new.get("nccl") or self._hosts[0] is None:
+            return old, new
+        return {**old, "hosts": self._hosts[0]}, {**new, "hosts": self._hosts[1]}
 
     @property
     def notice(self) -> str:
