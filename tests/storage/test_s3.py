@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
 
 from perdure.training.errors import ConfigError, ObjectNotFound, StoreError
 from perdure.training.storage.s3 import S3Store
-from perdure.training.storage.store import open_store
+from perdure.training.storage.store import StoreSettings, open_store
 
 _spec = importlib.util.spec_from_file_location("storage_proxy", Path(__file__).with_name("proxy.py"))
 assert _spec
@@ -128,8 +131,6 @@ def test_no_keys_at_all_are_said_to_be_missing(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     settings = {"endpoint_url": s3_keys.endpoint, "region": "us-east-1"}
-    from perdure.training.storage.store import StoreSettings
-
     store = open_store("s3://ckpt/x", StoreSettings(**settings))
     with pytest.raises(StoreError, match="NoCredentials") as caught:
         store.size("x")
@@ -190,6 +191,31 @@ def test_where_the_quick_lane_is_refused_boto3_goes_on_alone(open_s3: OpenS3, s3
         assert [unsigned(seen) for seen in proxy.log].count(True) == 2
 
 
+@pytest.mark.parametrize("token", ["", "session/token=="])
+def test_the_quick_lane_signs_as_botocore_does(monkeypatch: pytest.MonkeyPatch, token: str) -> None:
+    for name, value in {"ACCESS_KEY_ID": "AKX", "SECRET_ACCESS_KEY": "s/ecret", "SESSION_TOKEN": token}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    store = S3Store("bucket", "p", StoreSettings(endpoint_url="http://host:9000", region="eu-north-1"))
+    path, query = "/bucket/p/a%20b~%C3%A9", {"partNumber": "1", "uploadId": "x%2F%3D"}
+    asked = "&".join(f"{name}={value}" for name, value in query.items())
+    signed = store._lane._signed("PUT", path, asked, {"x-amz-checksum-crc32": "AAAA=="})
+    ours = signed.pop("authorization")
+    auth = S3SigV4Auth(Credentials("AKX", "s/ecret", token), "s3", "eu-north-1")
+    request = AWSRequest("PUT", f"http://host:9000{path}?{asked}", signed)
+    request.context["timestamp"] = signed["x-amz-date"]
+    signature = auth.signature(auth.string_to_sign(request, auth.canonical_request(request)), request)
+    auth._inject_signature_to_request(request, signature)
+    assert ours.split() == request.headers["Authorization"].split()
+    assert (signed.get("x-amz-security-token") or "") == token
+
+
+def test_where_a_proxy_is_asked_for_the_quick_lane_stays_closed(open_s3: OpenS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert open_s3().send("x", b"1") is None
+
+
 def test_an_endless_503_is_a_retryable_error_and_keeps_the_parts(open_s3: OpenS3, s3_keys: Any, big: Path) -> None:
     with proxy_to(s3_keys.endpoint, lambda seen: Reply(503, "SlowDown") if "partNumber=3" in seen.path else None) as proxy:
         store = open_s3(endpoint=proxy.endpoint)
@@ -217,6 +243,8 @@ def test_answers_cut_in_the_middle_are_asked_for_again(open_s3: OpenS3, s3_keys:
         store = open_s3(endpoint=proxy.endpoint)
         store.put_file("x", big)
         back = read_back(store, "x", big.stat().st_size)
+        asked = [seen.headers["range"] for seen in proxy.log if seen.operation == "get"]
+        assert asked[1] == f"bytes={PART // 2}-{PART - 1}", "what had come is not fetched again"
         proxy.rule = lambda seen: Reply(cut_answer=True) if seen.operation == "get" else None
         for read in (lambda: store.get("x", limit=13 << 20), lambda: store.get_range("x", 5, 1000)):
             with pytest.raises(StoreError) as caught:
@@ -352,8 +380,6 @@ def test_uploads_of_a_neighbour_with_a_longer_prefix_are_left_alone(open_s3: Ope
 
 
 def test_a_whole_bucket_can_be_a_store(s3_keys: Any, open_s3: OpenS3) -> None:
-    from perdure.training.storage.store import StoreSettings
-
     bucket = s3_keys.make_bucket()
     store = open_store(f"s3://{bucket}/", StoreSettings(endpoint_url=s3_keys.endpoint, region="us-east-1"))
     store.put("a/b", b"x")

@@ -272,6 +272,7 @@ def test_certificate_of_our_own_is_trusted_by_ca_bundle_and_else_refused_with_th
     name = made.commit(100, 1, pack=6 << 20)
     assert push(made.dir, store, name).result == "good"
     assert pull(store, elsewhere) == name
+    assert store.send("quick", b"x"), "the quick lane trusts it, too"
 
 
 def test_bucket_in_the_host_name(

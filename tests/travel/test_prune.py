@@ -27,7 +27,7 @@ from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.folder import FolderStore
 from perdure.training.storage.store import ObjectStore
-from perdure.training.travel import prune, sweep
+from perdure.training.travel import mark, prune, sweep
 from perdure.training.travel.contents import remote_checkpoints
 from perdure.training.travel.copies import Stored, check
 from perdure.training.travel.mark import Mark
@@ -392,6 +392,16 @@ def test_a_pinned_one_and_what_has_become_the_last_are_spared_at_the_second_look
 def foreign_mark(store: FolderStore, **going: str) -> None:
     other = Mark(owner=ProcessId(pid=1, start=1, host="another"), going=going)
     store.put(RunDir.PRUNING_KEY, msgspec.json.encode(other))
+
+
+def test_a_mark_is_never_larger_than_what_is_read_of_one(made: MadeRun, folder_store: FolderStore) -> None:
+    quotes = {"diff": '"' * (3 << 20)}  # each takes two bytes in a manifest, and four in a mark
+    large = [made.manifest(step, 1, (), code=quotes) for step in range(1, 6)]
+    batches = list(sweep._batches(sweep._Victim(name=one.name, files=(), manifest=one) for one in large))
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    for batch in batches:
+        mark.put_mark(folder_store, {str(victim.name): victim.text for victim in batch})
+        assert mark.going(folder_store) == {victim.name for victim in batch}
 
 
 def test_one_prune_at_a_place_at_a_time_and_a_dead_ones_work_is_finished_or_undone(scene: Scene) -> None:

@@ -1,6 +1,7 @@
 """A checkpoint goes to a store and comes back on a machine that has nothing but the URL."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,20 @@ def test_a_run_id_that_is_no_plain_name_is_refused(folder_store: FolderStore, ma
     folder_store.put("run.json", json.dumps({**info, "id": "../../x"}).encode())
     with pytest.raises(StoreConflict, match="not a run's"):
         pull(folder_store, elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("part_mib", 10**9), ("steps", 0), ("chunk", -1), ("storage_class", "x y"), ("endpoint_url", "nowhere")],
+)
+def test_a_setting_in_a_bucket_that_no_run_could_have_is_refused_by_name_and_value(
+    folder_store: FolderStore, made: MadeRun, elsewhere: RunDir, setting: str, value: Any
+) -> None:
+    info = json.loads(made.dir.run_json.read_bytes())
+    folder_store.put("run.json", json.dumps({**info, setting: value}).encode())
+    with pytest.raises(StoreConflict, match=rf"/run\.json: .*{setting}.*{re.escape(repr(value))}"):
+        pull(folder_store, elsewhere)
+    assert not elsewhere.root.exists()
 
 
 def test_a_damaged_launch_record_is_said_and_older_ones_used(

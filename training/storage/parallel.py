@@ -35,10 +35,12 @@ def ranges(size: int, part: int) -> Iterator[tuple[int, int]]:
 
 
 def by_size(function: Callable[[Item], object], items: Sequence[Item], size: Callable[[Item], int]) -> None:
-    """`function` of each file, in any order, several at once."""
+    """`function` of each file, in any order, several at once. When one raises, what runs is waited for and the rest never
+    starts."""
     for some, width in (
         ([item for item in items if size(item) > SMALL], _LARGE_WIDTH),
         ([item for item in items if size(item) <= SMALL], _SMALL_WIDTH),
     ):
-        for _ in in_order(function, some, width=width):
-            pass
+        with ThreadPoolExecutor(max_workers=width, thread_name_prefix="perdure-transfer") as pool:
+            for _ in pool.map(function, some):
+                pass

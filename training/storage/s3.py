@@ -42,6 +42,8 @@ CONNECTIONS = 32
 ATTEMPTS = 4
 BODY_ATTEMPTS = 3  # botocore does not retry a body that is cut off
 DELETE_BATCH = 1000
+STREAM_BYTES = 16 << 20
+"""Of one request: what is asked for again through boto3 is in memory at once."""
 
 
 def _clock(answer: Mapping[str, Any]) -> datetime:  # Any: boto3's answer
@@ -98,11 +100,15 @@ class S3Store:
             raise StoreError(f"{self.url}: {error}", retryable=False, hint="correct store.endpoint_url") from None
 
     @functools.cached_property
-    def _session(self) -> Any:  # Any: boto3's type stubs are a package of their own
+    def _core(self) -> Any:  # Any: boto3's type stubs are a package of their own
         core = get_session()
         core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_when)
+        return core
+
+    @functools.cached_property
+    def _session(self) -> Any:  # Any: as `_core`
         try:
-            session = boto3.session.Session(botocore_session=core)
+            session = boto3.session.Session(botocore_session=self._core)
         except BotoCoreError as error:
             raise s3_errors.from_client(error, self.url, self.settings.endpoint_url or "AWS") from None
         with s3_errors.credentials_explained(self.url):
@@ -111,7 +117,8 @@ class S3Store:
 
     @functools.cached_property
     def _lane(self) -> Lane:
-        return Lane(self.client, self._session.get_credentials(), self.bucket, checksums=self.checksums)
+        client, keys, trusted = self.client, self._session.get_credentials(), self._core.get_config_variable("ca_bundle")
+        return Lane(client, keys, self.bucket, checksums=self.checksums, ca_bundle=trusted)
 
     @functools.cached_property
     def _on_write(self) -> dict[str, str]:
@@ -262,11 +269,20 @@ class S3Store:
         return data
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
-        if length == 0:
-            return b""
-        quick = self._lane.get(self.full_key(key), length, (offset, length))
-        if quick is not None:
-            return quick
+        return b"".join(bytes(data) for data in self.stream(key, offset, length))
+
+    def stream(self, key: str, offset: int, length: int) -> Iterator[memoryview]:
+        full, end = self.full_key(key), offset + length
+        while offset < end:
+            following = min(offset + STREAM_BYTES, end)
+            for data in self._lane.stream(full, offset, following - offset):
+                offset += len(data)
+                yield data
+            if offset < following:
+                yield memoryview(self._get_range(key, offset, following - offset))
+                offset = following
+
+    def _get_range(self, key: str, offset: int, length: int) -> bytes:
         try:
             data, answer = self._read(key, length, Range=f"bytes={offset}-{offset + length - 1}")
         except ObjectNotFound:

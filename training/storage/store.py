@@ -2,6 +2,7 @@
 
 An object is there whole or not there; `put(..., if_absent=True)` has exactly one winner."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from perdure.training.store_settings import StoreSettings as StoreSettings
 MAX_KEY = 900
 MAX_SEGMENT = 200  # of 255 bytes; the rest is for the temporary name beside it
 MAX_LISTED = 1_000_000
+_CONTROL = re.compile("[\0-\x1f\x7f-\x9f\ud800-\udfff]")
 Progress = Callable[[int], None]
 """Called with the number of bytes that were just moved."""
 ShouldStop = Callable[[], bool]
@@ -87,6 +89,10 @@ class ObjectStore(Protocol):
         """Exactly these bytes, or StoreError. No store checks a part of an object: compare your own digest."""
         ...
 
+    def stream(self, key: str, offset: int, length: int) -> Iterator[memoryview]:
+        """As `get_range`, in pieces as they arrive; each is gone when the next is asked for."""
+        ...
+
     def size(self, key: str) -> int | None:
         """Bytes of the object, None when there is none."""
         ...
@@ -116,7 +122,7 @@ def check_key(key: str) -> str:
         problem = "has an empty part"
     elif any(segment in (".", "..") for segment in segments):
         problem = "has a . or .. part"
-    elif any(ord(char) < 32 or 127 <= ord(char) < 160 or 0xD800 <= ord(char) < 0xE000 for char in key):
+    elif _CONTROL.search(key):
         problem = "has a control character"
     elif "\\" in key:  # some servers make a slash of it
         problem = "has a backslash"

@@ -3,7 +3,7 @@
 A pack is proven blob by blob, as its index says; an index, and a pack of format 1, by a digest of the whole file."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -14,10 +14,14 @@ from perdure.training.checkpoint.manifest import FileRecord
 from perdure.training.checkpoint.pack import IndexEntry
 from perdure.training.errors import CheckpointDamaged, ObjectNotFound, StoreError
 from perdure.training.files import Buffer
-from perdure.training.storage.parallel import PARTS, SMALL, in_order, ranges
+from perdure.training.storage.parallel import PARTS, SMALL, in_order
 from perdure.training.storage.store import ObjectStore
 
 READ_BYTES = 8 << 20
+SPAN_BYTES = 16 << 20
+"""Read at once; more of a piece that is larger."""
+Take = Callable[[int, memoryview], object]
+"""Called with an offset and the bytes that are there, which are gone when it returns."""
 
 
 class _Hasher(Protocol):
@@ -60,9 +64,13 @@ class Proof:
             return False
 
     def stored(self, store: ObjectStore, key: str, progress: Callable[[int], None] = lambda _: None) -> bool:
-        """The object holds it; False also where it is missing. Read back whole: small ones at once, others in ranges."""
+        """The object holds it; False also where it is missing. Read back whole: small ones at once, others in spans."""
+
+        def right(span: list[Piece]) -> bool:
+            return self.read(store, key, span, lambda _, data: progress(len(data)))
+
         if self.record.bytes > SMALL:
-            return store.size(key) == self.record.bytes and self._holds(self._ranges(store, key, progress))
+            return store.size(key) == self.record.bytes and all(in_order(right, spans(self.pieces), width=PARTS))
         try:
             data = store.get(key, limit=self.record.bytes)
         except ObjectNotFound:
@@ -74,15 +82,33 @@ class Proof:
         progress(len(data))
         return self._holds([data])
 
-    def _ranges(self, store: ObjectStore, key: str, progress: Callable[[int], None]) -> Iterable[bytes]:
-        spans = ranges(self.record.bytes, READ_BYTES)
-        for data in in_order(lambda span: store.get_range(key, *span), spans, width=PARTS):
-            progress(len(data))
-            yield data
+    def read(self, store: ObjectStore, key: str, span: list[Piece], take: Take) -> bool:
+        """Hand over a span of the object; False as soon as it is not what it must be."""
+        check, at = Check(self.hasher, span), span[0].offset
+        for data in store.stream(key, at, sum(piece.length for piece in span)):
+            if not check.update(data):
+                return False
+            take(at, data)
+            at += len(data)
+        return check.complete
 
     def _holds(self, parts: Iterable[bytes]) -> bool:
         check = Check(self.hasher, self.pieces)
         return all(check.update(part) for part in parts) and check.complete
+
+
+def spans(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces that lie side by side, together."""
+    span: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if span and (span[-1].offset + span[-1].length != piece.offset or size + piece.length > SPAN_BYTES):
+            yield span
+            span, size = [], 0
+        span.append(piece)
+        size += piece.length
+    if span:
+        yield span
 
 
 class Check:

@@ -2,6 +2,7 @@
 
 import re
 import secrets
+from collections.abc import Iterator
 
 import msgspec
 
@@ -10,6 +11,7 @@ from perdure.training.checkpoint.run_info import MAX_RUN_INFO, RunInfo, read_run
 from perdure.training.errors import ObjectTooLarge, StoreConflict, StoreError
 from perdure.training.run_dir import RunDir
 from perdure.training.storage.store import ObjectStore
+from perdure.training.store_settings import wrong_store
 
 MAX_LAUNCHES = 100_000
 """A year of launches every five minutes; each is read by a pull."""
@@ -22,11 +24,20 @@ def remote_run_info(store: ObjectStore) -> RunInfo:
         info = msgspec.json.decode(store.get(RunDir.RUN_KEY, limit=MAX_RUN_INFO), type=RunInfo)
         if not _RUN_ID.fullmatch(info.id) or info.format != 1:
             raise msgspec.ValidationError(f"id {info.id[:100]!r}, format {info.format}")
-        return info
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ObjectTooLarge) as error:
         raise StoreConflict(
             f"{store.url}/{RunDir.RUN_KEY} is not a run's: {str(error)[:200]}", "name an empty prefix in store.url"
         ) from None
+    for problem, hint in _wrong(info):
+        raise StoreConflict(f"{store.url}/{RunDir.RUN_KEY}: {problem[:300]}", hint)
+    return info
+
+
+def _wrong(info: RunInfo) -> Iterator[tuple[str, str]]:
+    """Settings that no run.toml could have set, so that somebody else did; they come here with a pull."""
+    if not 1 <= info.steps < 10**12 or info.chunk < 1:
+        yield f"steps = {info.steps}, chunk = {info.chunk}: out of range", "steps are 1 to 10^12, a chunk has at least one"
+    yield from wrong_store(info.store, "", "store")
 
 
 def check_same_run(store: ObjectStore, ours: str, theirs: str) -> None:

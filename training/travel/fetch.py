@@ -1,17 +1,16 @@
-"""Fetch one file of a checkpoint from a store: parts of it at once, each to its place, digests taken as they arrive.
+"""Fetch one file of a checkpoint from a store: spans of it at once, each to its place, digests taken as they arrive.
 
 A fetch that was cut off is gone on with: what lies there counts piece by piece, by digest."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from perdure.training import files
 from perdure.training.errors import CheckpointDamaged, StoreError
 from perdure.training.storage.parallel import PARTS, SMALL, in_order, ranges
 from perdure.training.storage.store import ObjectStore
-from perdure.training.travel.digest import Check, Piece, Proof
+from perdure.training.travel.digest import Check, Piece, Proof, spans
 
-PART_BYTES = 16 << 20
 Count = Callable[[int], None]
 """Called with the number of bytes that were fetched, or found."""
 
@@ -43,31 +42,20 @@ def _in_parts(store: ObjectStore, key: str, path: Path, proof: Proof, count: Cou
         missing = _missing(part, proof) if part.found else proof.pieces
         count(proof.record.bytes - sum(piece.length for piece in missing))
         part.kept = True  # whoever kills us from here on
+
+        def take(offset: int, data: memoryview) -> None:
+            part.write_at(offset, data)
+            count(len(data))
+
         try:
-            for run in _runs(missing):
-                _fetch_run(store, key, part, Check(proof.hasher, run), run, count)
+            if not all(in_order(lambda span: proof.read(store, key, span, take), spans(missing), width=PARTS)):
+                raise _damaged(store, key)
         except StoreError:
             raise
         except BaseException as error:
             part.kept = not isinstance(error, (CheckpointDamaged, OSError))  # a full disk is not kept full
             raise
         part.commit(sync_folder=False)
-
-
-def _fetch_run(store: ObjectStore, key: str, part: files.PartFile, check: Check, run: list[Piece], count: Count) -> None:
-    def arrive(span: tuple[int, int]) -> bytes:
-        data = store.get_range(key, *span)
-        part.write_at(span[0], data)
-        return data
-
-    first, last = run[0], run[-1]
-    spans = ((first.offset + at, length) for at, length in ranges(last.offset + last.length - first.offset, PART_BYTES))
-    for data in in_order(arrive, spans, width=PARTS):
-        if not check.update(data):
-            raise _damaged(store, key)
-        count(len(data))
-    if not check.complete:
-        raise _damaged(store, key)
 
 
 def _missing(part: files.PartFile, proof: Proof) -> list[Piece]:
@@ -81,18 +69,6 @@ def _is_there(part: files.PartFile, proof: Proof, piece: Piece) -> bool:
         all(check.update(part.read_at(piece.offset + at, length)) for at, length in ranges(piece.length, SMALL))
         and check.complete
     )
-
-
-def _runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Pieces that lie side by side, together."""
-    run: list[Piece] = []
-    for piece in pieces:
-        if run and run[-1].offset + run[-1].length != piece.offset:
-            yield run
-            run = []
-        run.append(piece)
-    if run:
-        yield run
 
 
 def _damaged(store: ObjectStore, key: str) -> CheckpointDamaged:

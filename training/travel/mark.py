@@ -14,7 +14,9 @@ WORK_SECS = 600.0
 """So long a prune deletes under one mark, by its own clock."""
 DEAD_SECS = 900.0
 """By the store's clock: whoever made an older mark is dead, or has stopped."""
-_MAX_MARK = 256 << 20
+MAX_TEXT = 16 << 20
+"""Bytes of manifests under one mark, or the one larger manifest."""
+_MAX_MARK = 4 * MAX_TEXT  # a string in JSON may take twice its bytes
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):

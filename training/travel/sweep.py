@@ -28,7 +28,7 @@ from perdure.training.travel.prune import Files, Leftover, Survey, folders_of, o
 from perdure.training.travel.push import ABANDONED_SECS
 
 _MOST, _MOST_FILES = 100, 20_000
-"""Checkpoints and files that go under one mark."""
+"""Checkpoints and files that go under one mark, whose text is limited as well."""
 _DELETE_BATCH = 1000
 
 
@@ -235,10 +235,13 @@ def _victims(found: Survey) -> Iterator[_Victim]:
 
 def _batches(victims: Iterable[_Victim]) -> Iterator[list[_Victim]]:
     batch: list[_Victim] = []
+    count = text = 0
     for victim in victims:
-        if batch and (len(batch) == _MOST or sum(len(one.files) for one in batch) + len(victim.files) > _MOST_FILES):
+        size = len(victim.text.encode())
+        if batch and (len(batch) == _MOST or count + len(victim.files) > _MOST_FILES or text + size > mark.MAX_TEXT):
             yield batch
-            batch = []
+            batch, count, text = [], 0, 0
+        count, text = count + len(victim.files), text + size
         batch.append(victim)
     if batch:
         yield batch
