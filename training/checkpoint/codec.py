@@ -161,8 +161,10 @@ def _compressor(how: int | str) -> zstandard.ZstdCompressor:
 
 
 def _new_compressor(how: int | str) -> zstandard.ZstdCompressor:
+    """Frames have no checksum of zstd's: a blob has digests of what is stored and of what it decodes to, and checking a third
+    one is an eighth of decoding."""
     if how != _ENTROPY:
-        return zstandard.ZstdCompressor(level=int(how), write_checksum=True, write_content_size=True)
+        return zstandard.ZstdCompressor(level=int(how), write_checksum=False, write_content_size=True)
     # Exponents hardly ever repeat in runs of seven: with the smallest table zstd allows it finds next to nothing, spends no
     # time on it, and its Huffman coder gets the whole block. Twice as fast as level 1 and 7 % smaller (docs/performance.md).
     settings = zstandard.ZstdCompressionParameters(
@@ -173,7 +175,7 @@ def _new_compressor(how: int | str) -> zstandard.ZstdCompressor:
         chain_log=6,
         search_log=1,
         target_length=0,
-        write_checksum=1,
+        write_checksum=0,
         write_content_size=1,
     )
     return zstandard.ZstdCompressor(compression_params=settings)
