@@ -28,7 +28,7 @@ QUESTIONS: dict[str, Question] = {
     "travel": travel.measure,
 }
 ENGINE = [name for name in QUESTIONS if name not in ("overhead", "travel")]
-"""What is asked unless questions are named: all about the checkpoint engine, in about ten minutes."""
+"""What is asked unless questions are named: all about the checkpoint engine, in thirteen and a half minutes."""
 
 
 def ask(name: str, setting: Setting, report: Report) -> None:
