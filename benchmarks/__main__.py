@@ -10,7 +10,21 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import increments, many, overhead, ratios, retention, saves, sizes, stall, throttled, travel, wall
+from benchmarks import (
+    coordination,
+    increments,
+    many,
+    overhead,
+    ranks,
+    ratios,
+    retention,
+    saves,
+    sizes,
+    stall,
+    throttled,
+    travel,
+    wall,
+)
 from benchmarks.report import RESULTS, Question, Report, Section, Setting
 
 QUESTIONS: dict[str, Question] = {
@@ -26,8 +40,12 @@ QUESTIONS: dict[str, Question] = {
     "many": many.measure,
     "overhead": overhead.measure,
     "travel": travel.measure,
+    "ranks": ranks.measure,
+    "coordination": coordination.measure,
 }
-ENGINE = [name for name in QUESTIONS if name not in ("overhead", "travel")]
+APART = {"overhead": ("overhead",), "travel": ("travel",), "ranks": ("ranks", "coordination")}
+"""What is asked only by name, and which questions that are."""
+ENGINE = [name for name in QUESTIONS if not any(name in names for names in APART.values())]
 """What is asked unless questions are named: all about the checkpoint engine, in thirteen and a half minutes."""
 
 
@@ -65,7 +83,7 @@ def main() -> int:
         title = "The checkpoint engine" if engine else what.replace("-", ", ").capitalize()
         report = Report(setting, options.results, f"quick-{what}" if options.quick else what, title=title, engine=engine)
         with contextlib.suppress(KeyboardInterrupt):  # what was measured so far is the answer
-            for name in options.questions or ENGINE:
+            for name in [one for asked in options.questions or ENGINE for one in APART.get(asked, (asked,))]:
                 ask(name, setting, report)
     print(report.markdown())
     return 0

@@ -26,7 +26,6 @@ _VERBS = (("ls",), ("status",), ("verify", "--manifests"))
 
 
 def _fill(run: RunDir, tracked: Tracked, count: int) -> None:
-    """One checkpoint, and its files under the names of all others, each with a manifest of its own."""
     first = CheckpointName(1, 1)
 
     def one(_: Window) -> Values:
@@ -34,6 +33,11 @@ def _fill(run: RunDir, tracked: Tracked, count: int) -> None:
 
     if "failed" in (found := in_child(one)):
         raise Failed(found["failed"])
+    repeat(run, first, count)
+
+
+def repeat(run: RunDir, first: CheckpointName, count: int) -> None:
+    """A run of so many checkpoints: the files of the first under every name, each with a manifest of its own."""
     manifest = manifests.read(run.checkpoint(first))
     info = RunInfo(id=manifest.run, name="bench", created=time.time(), steps=count, chunk=1)
     run.run_json.write_bytes(msgspec.json.encode(info))
@@ -46,7 +50,7 @@ def _fill(run: RunDir, tracked: Tracked, count: int) -> None:
         write_fact(run, name, Fact(copy="local", checked_at=time.time(), result="good"))
 
 
-def _seconds(root: Path, verb: tuple[str, ...]) -> float:
+def command_secs(root: Path, verb: tuple[str, ...]) -> float:
     start = time.perf_counter()
     command = [sys.executable, "-m", "perdure.cli.main", verb[0], str(root), *verb[1:]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -63,7 +67,7 @@ def measure(setting: Setting) -> Iterator[Section]:
         _fill(RunDir(folder), tracked, count)
         for verb in _VERBS:
             told = f"perdure {' '.join(verb)}"
-            times = section.data[told] = [_seconds(folder, verb) for _ in range(setting.rounds)]
+            times = section.data[told] = [command_secs(folder, verb) for _ in range(setting.rounds)]
             seconds = statistics.median(times)
             section.rows.append((told, f"{seconds:.2f}"))
             question = f"{told}, {count:,} checkpoints"

@@ -88,3 +88,16 @@ def test_an_unknown_question_is_refused_by_name(tmp_path: Path) -> None:
     done = _run(tmp_path, "speed")
     assert done.returncode == 2
     assert "no such question: speed" in done.stderr
+
+
+@pytest.mark.chaos
+def test_ranks_save_restore_and_reshard_in_every_row_and_many_are_simulated(tmp_path: Path) -> None:
+    done = _run(tmp_path, "ranks", "--quick")
+    assert done.returncode == 0, done.stderr
+    (found,), (page,) = (list((tmp_path / "results").glob(f"*.{kind}")) for kind in ("json", "md"))
+    assert "Not finished" not in page.read_text()
+    answers = json.loads(found.read_text())["questions"]
+    assert list(answers) == ["ranks", "coordination"]
+    rows = answers["ranks"]["data"]
+    assert set(rows["worlds"]) == {"1", "2", "4"}
+    assert [len(one["rows"]["Perdure, in a run"]["others"][0]["read"]) for one in rows["resharded"].values()] == [4, 2]
