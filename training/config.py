@@ -12,6 +12,7 @@ import msgspec
 
 from perdure.training.drill_settings import DrillSection, wrong_drill
 from perdure.training.errors import ConfigError
+from perdure.training.launch_settings import LaunchSection, wrong_launch
 from perdure.training.overrides import declared_type, override
 from perdure.training.redact import names_a_secret
 from perdure.training.retention_settings import RetentionSection, wrong_retention
@@ -56,38 +57,10 @@ class CheckpointSection(_Section, frozen=True, kw_only=True):
     """The rank digests its live tensors at each checkpoint, and the saver compares; slow, for proving an installation."""
 
 
-class LaunchSection(_Section, frozen=True, kw_only=True):
-    processes: int = 1
-    """Ranks on this machine."""
-    launcher: Literal["auto", "torchrun", "deepspeed"] = "auto"
-    """auto: one process is started directly, several by torchrun; torchrun: one too, so that torch.distributed works in it;
-    deepspeed: by DeepSpeed's own."""
-    stop_grace: float = 25.0
-    """Seconds a stopping trainer has to finish its step and save, before it is killed."""
-    startup_timeout: float = 600.0
-    """Seconds from launch to the first finished step."""
-    step_timeout: float = 0.0
-    """Seconds without a finished step that count as a hang; 0: 5 x the longest step so far, at least 120."""
-    env: dict[str, str] = {}
-    """Environment of the ranks, `OMP_NUM_THREADS` say."""
-
-    @property
-    def started_by(self) -> str:
-        """`torchrun` or `deepspeed`; empty where the only process is started directly."""
-        if self.launcher == "auto":
-            return "torchrun" if self.processes > 1 else ""
-        return self.launcher
-
-
 class NotifySection(_Section, frozen=True, kw_only=True):
     slack_channel: str = ""
     """Channel name or id; the token comes from SLACK_BOT_TOKEN. Empty: messages go to the log."""
     slack_api: str = "https://slack.com/api/"
-
-
-_LONGEST_SECS = 31 * 86400.0
-_MOST_PROCESSES = 128
-"""The agent has four descriptors for each, of the 1024 it may have; those of all slots travel in one message (wire.MAX_FDS)."""
 
 
 class _Document(_Section, frozen=True, kw_only=True):
@@ -142,7 +115,7 @@ class RunConfig(_Document, frozen=True, kw_only=True):
 
 
 def _check(document: _Document, where: str) -> None:
-    run, checkpoint, launch = document.run, document.checkpoint, document.launch
+    run, checkpoint = document.run, document.checkpoint
     every = max(1, checkpoint.every or run.chunk)
     rules: list[tuple[bool, str, str]] = [
         (
@@ -172,26 +145,6 @@ def _check(document: _Document, where: str) -> None:
         ),
         (1 <= checkpoint.threads <= 256, f"checkpoint.threads = {checkpoint.threads} is out of range", "use 1 to 256"),
         (
-            1 <= launch.processes <= _MOST_PROCESSES,
-            f"launch.processes = {launch.processes} is out of range",
-            f"use 1 to {_MOST_PROCESSES}, one for each device",
-        ),
-        (
-            1 <= launch.stop_grace <= _LONGEST_SECS,
-            f"launch.stop_grace = {launch.stop_grace} is out of range",
-            "give the trainer 1 second to a month to save",
-        ),
-        (
-            1 <= launch.startup_timeout <= _LONGEST_SECS,
-            f"launch.startup_timeout = {launch.startup_timeout} is out of range",
-            "use 1 second to a month; the default is 600",
-        ),
-        (
-            0 <= launch.step_timeout <= _LONGEST_SECS,
-            f"launch.step_timeout = {launch.step_timeout} is out of range",
-            "use 0 for automatic, or seconds up to a month",
-        ),
-        (
             bool(re.fullmatch(r"https?://[^\s/]\S*", document.notify.slack_api)),
             f"notify.slack_api = {document.notify.slack_api!r} is not a URL",
             "leave it out",
@@ -201,6 +154,7 @@ def _check(document: _Document, where: str) -> None:
     wrong = (
         *wrong_retention(document.retention),
         *wrong_drill(document.drill),
+        *wrong_launch(document.launch),
         *wrong_places(document.store, document.tiers),
         *_wrong_texts(document),
         *_wrong_params(document.params, "params"),
@@ -212,16 +166,11 @@ def _check(document: _Document, where: str) -> None:
 
 
 def _wrong_texts(document: _Document) -> Iterator[tuple[str, str]]:
-    """Paths the system cannot open, and variables a process cannot get."""
+    """Paths the system cannot open."""
     paths = {"run.entry": document.run.entry, "run.dir": document.run.dir}
     for key, text in paths.items():
         if any(ord(character) < 32 for character in text):
             yield f"{key} = {text!r} holds a control character", "write a plain path"
-    for name, value in document.launch.env.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
-            yield f"launch.env: {name!r} is no environment variable", "use letters, digits and _; no zero byte in its value"
-        if name.startswith("PERDURE_"):
-            yield f"launch.env: {name} is set by Perdure itself", "leave it out"
 
 
 def _wrong_params(value: Any, key: str) -> Iterator[tuple[str, str]]:  # Any: TOML values

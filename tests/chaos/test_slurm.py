@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 from conftest import free_port
-from harness import Direct, Run, copy_tiny, wait_until
+from harness import Direct, Run, copy_tiny, kill, wait_until
+from many_ranks import ranks, ranks_run
 
 SCRIPT = Path(__file__).parents[2] / "deployments/slurm/perdure.sbatch"
 pytestmark = [pytest.mark.chaos, pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing())]
@@ -51,3 +52,28 @@ def test_a_job_that_is_warned_is_requeued_and_goes_on_to_the_same_bits(slurm: sl
     text = log.read_text()
     assert text.count("starting a local Prefect server") == 3, "the output of all lives"
     assert "is finished: step 40" in text
+
+
+def test_ranks_that_srun_starts_go_on_to_the_same_bits_after_one_of_them_is_killed(
+    slurm: slurm_cluster.Cluster, tmp_path: Path
+) -> None:
+    reference = ranks_run(tmp_path / "reference", "ddp")
+    assert Direct(reference).train_to_end().reason == "complete"
+
+    run = ranks_run(tmp_path, "ddp")
+    log = tmp_path / "job.log"
+    settings = [*run.settings, "launch.launcher=srun", "launch.env.TINY_sleep=0.3"]
+    words = [part for text in settings for part in ("--set", text)]
+    job = slurm.submit("--cpus-per-task=2", f"--output={log}", str(SCRIPT), str(run.toml), *words)
+    wait_until(lambda: run.step() >= 8, "step 8")
+    assert slurm.call("squeue", "--steps", "--noheader", f"--jobs={job}").count(f"{job}.0"), "a step of the job"
+    at, (first, second) = run.step(), ranks(run)
+    kill(second)
+    wait_until(lambda: not first.is_alive(), "the other rank gone", 20)
+    wait_until(lambda: slurm.job(job)["JobState"] == "COMPLETED", "complete")
+
+    [failed] = [event for event in run.events() if event["kind"] == "failed"]
+    assert (failed["error_class"], str(failed["detail"])[:6]) == ("infrastructure", "rank 1")
+    assert int(str(failed["last_good"])) >= at - 1, "what both had in memory is saved"
+    assert run.digest() == reference.digest()
+    assert not run.processes()

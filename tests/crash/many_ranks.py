@@ -2,14 +2,21 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
-from harness import Direct, Run, children, kill, wait_until
+from harness import RANKS, Direct, Run, all_pids, command_line, kill, wait_until
 
-from perdure.training.process import ProcessId, identify
+from perdure.training.process import SESSION_VARIABLE, ProcessId, identify
 
 SLOW = "launch.env.TINY_sleep=0.3"
 """Slow enough to be hit in the middle."""
+
+
+def ranks_run(folder: Path, kind: str) -> Run:
+    """The run of two ranks, `ddp` or `fsdp2`, in a folder of its own."""
+    shutil.copytree(RANKS, folder / kind)
+    return Run(folder / kind / "run.toml", f"params.kind={kind}", "params.name_at=8")
 
 
 def tracing(run: Run) -> str:
@@ -26,9 +33,12 @@ def surviving(run: Run, ranks: int = 2) -> dict[tuple[int, int], str]:
 
 
 def ranks(run: Run) -> list[ProcessId]:
-    """Those that live, in their order; none before both are there."""
-    launcher = launcher_of(run)
-    found = {number_of(pid): identify(pid) for pid in (children(launcher.pid) if launcher else [])}
+    """Those of the living agent, whatever started them, in their order; none before both are there."""
+    agent, found = run.agent(), {}
+    for pid in all_pids() if agent else []:
+        own = environment(pid)
+        if agent and own.get(SESSION_VARIABLE) == str(agent.pid) and "engine.main" in command_line(pid):
+            found[int(own.get("RANK", 0))] = identify(pid)
     return [found[0], found[1]] if {0, 1} <= set(found) else []
 
 
@@ -36,12 +46,12 @@ def launcher_of(run: Run) -> ProcessId | None:
     return run.child_of_agent("engine.torchrun") or run.child_of_agent("engine.deepspeed_launch")
 
 
-def number_of(pid: int) -> int:
+def environment(pid: int) -> dict[str, str]:
     try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return -1
-    return next((int(text.partition(b"=")[2]) for text in variables if text.startswith(b"RANK=")), -1)
+        found = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or not ours
+        return {}
+    return dict(text.split("=", 1) for text in found if "=" in text)
 
 
 def listening(pids: list[int]) -> set[str]:
@@ -58,9 +68,8 @@ def hit(run: Run, step: int, victims: list[int], number: int, *settings: str) ->
     trainer = direct.launch([SLOW, tracing(run), *settings])
     wait_until(lambda: run.step() >= step or not trainer.is_alive(), f"step {step}")
     found, at = ranks(run), run.step()
-    launcher = launcher_of(run)
-    assert launcher is not None
-    assert listening([launcher.pid, *(rank.pid for rank in found)]) == {"127.0.0.1"}, "the network has no business there"
+    pids = [process.pid for process in (launcher_of(run), *found) if process]
+    assert listening(pids) == {"127.0.0.1"}, "the network has no business there"
     for victim in victims:
         kill(found[victim], number)
     trainer.process.wait(60)

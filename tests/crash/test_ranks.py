@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RANKS, Direct, Run, kill, wait_until
-from many_ranks import SLOW, hit, ranks, surviving, tracing
+from harness import Direct, Run, kill, wait_until
+from many_ranks import SLOW, hit, ranks, ranks_run, surviving, tracing
 from torch import nn
 
+from perdure.training.agent.commands import refuse_what_cannot_start
 from perdure.training.checkpoint import manifest
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder
+from perdure.training.config import load_config
 from perdure.training.engine.export import state_dicts
 from perdure.training.errors import ConfigError
 from perdure.training.files import is_temporary
@@ -36,13 +38,8 @@ class Reference:
     trace: dict[tuple[int, int], str]
 
 
-def make_run(folder: Path, kind: str) -> Run:
-    shutil.copytree(RANKS, folder / kind)
-    return Run(folder / kind / "run.toml", f"params.kind={kind}", "params.name_at=8")
-
-
 def make_reference(folder: Path, kind: str, *settings: str) -> Reference:
-    run = make_run(folder, kind)
+    run = ranks_run(folder, kind)
     end = Direct(run).train_to_end([tracing(run), *settings])
     assert end.reason == "complete", end
     assert [name.step for name in run.committed()] == [6, 9, 12, 18, 24], "a save asked for by one rank is everybody's"
@@ -113,7 +110,7 @@ def test_what_ranks_have_in_common_is_stored_once_and_the_rest_per_rank(ddp: Ref
 
 
 def test_ddp_ends_bit_identical_after_one_rank_is_killed_and_another_stopped(ddp: Reference, tmp_path: Path) -> None:
-    run = make_run(tmp_path, "ddp")
+    run = ranks_run(tmp_path, "ddp")
     direct, at = hit(run, 3, [1], signal.SIGKILL)
     end = direct.end()
     assert (end.reason, end.error_class, end.detail) == ("failed", "infrastructure", "rank 1 was killed by SIGKILL")
@@ -130,6 +127,61 @@ def test_ddp_ends_bit_identical_after_one_rank_is_killed_and_another_stopped(ddp
     assert run.digest() == ddp.run.digest()
     assert surviving(run) == ddp.trace
     assert all(verify_folder(run.dir.checkpoint(name)) == [] for name in run.committed())
+
+
+def by_shell(loop: str) -> list[str]:
+    """Settings that have two ranks started by a shell command of the user's own."""
+    words = ["bash", "-c", f'for r in 0 1; do {loop} "$0" -m {{module}} & done; wait', "{python}"]
+    return ["launch.launcher=command", f"launch.command={json.dumps(words)}"]
+
+
+def test_ranks_started_by_a_command_end_bit_identical_after_one_of_them_and_the_agent_are_killed(
+    ddp: Reference, tmp_path: Path
+) -> None:
+    run = ranks_run(tmp_path, "ddp")
+    command = by_shell("RANK=$r")
+    direct, at = hit(run, 3, [1], signal.SIGKILL, *command)
+    end = direct.end()
+    assert (end.reason, end.error_class, end.detail) == ("failed", "infrastructure", "rank 1 ended without a word")
+    assert run.committed()[-1].step >= at - 1
+
+    direct = Direct(run)
+    direct.launch([SLOW, tracing(run), *command])
+    wait_until(lambda: run.step() >= 8, "step 8")
+    found = ranks(run)
+    kill(run.agent())
+    wait_until(lambda: not any(rank.is_alive() for rank in found), "the ranks gone", 10)
+    direct.end()
+
+    assert Direct(run).train_to_end([tracing(run), *command]).reason == "complete"
+    assert run.digest() == ddp.run.digest()
+    assert surviving(run) == ddp.trace
+
+
+@pytest.mark.parametrize(
+    ("loop", "problem"),
+    [
+        ("", "gives a process no rank: it must set one of RANK,"),
+        ("RANK=0", "two processes of rank 0"),
+        ("RANK=3", "a rank 3, but"),
+    ],
+)
+def test_a_command_that_gives_wrong_ranks_is_refused_at_once(tmp_path: Path, loop: str, problem: str) -> None:
+    run = ranks_run(tmp_path, "ddp")
+    direct = Direct(run)
+    direct.launch(by_shell(loop)).process.wait(60)
+    end = direct.end()
+    assert (end.reason, end.error_class) == ("failed", "config")
+    assert problem in end.detail
+
+
+def test_a_launcher_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    run = ranks_run(tmp_path, "ddp")
+    missing = load_config(run.toml, ["launch.launcher=command", 'launch.command=["no-such-mpirun", "{module}"]'])
+    with pytest.raises(ConfigError, match="starts 'no-such-mpirun', which is not there"):
+        refuse_what_cannot_start(missing, os.environ)
+    with pytest.raises(ConfigError, match="this is no Slurm job"):
+        refuse_what_cannot_start(load_config(run.toml, ["launch.launcher=srun"]), {})
 
 
 def test_fsdp2_each_rank_stores_its_pieces_and_readers_put_them_together(fsdp2: Reference) -> None:
@@ -149,7 +201,7 @@ def test_fsdp2_each_rank_stores_its_pieces_and_readers_put_them_together(fsdp2: 
 
 
 def test_fsdp2_ends_bit_identical_after_all_ranks_and_the_agent_are_killed(fsdp2: Reference, tmp_path: Path) -> None:
-    run = make_run(tmp_path, "fsdp2")
+    run = ranks_run(tmp_path, "fsdp2")
     direct, at = hit(run, 3, [0, 1], signal.SIGKILL)
     assert direct.end().error_class == "infrastructure"
     assert run.committed()[-1].step >= at - 1
@@ -173,7 +225,7 @@ def test_fsdp2_ends_bit_identical_after_all_ranks_and_the_agent_are_killed(fsdp2
 
 @pytest.mark.chaos  # half a minute of four ranks on two cores
 def test_of_four_ranks_that_come_to_each_save_at_different_times_every_checkpoint_is_whole(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "ddp")
+    run = ranks_run(tmp_path, "ddp")
     end = Direct(run).train_to_end(["launch.processes=4", "checkpoint.every=1", "launch.env.TINY_jitter=0.05"])
     assert end.reason == "complete", end
     names = run.committed()

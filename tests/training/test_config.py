@@ -1,5 +1,6 @@
 """run.toml: what is wrong is refused before anything starts, by path, value and fix; what is right means one thing only."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,8 @@ WRONG = {
     "launch.processes=0": "launch.processes = 0 is out of range",
     "launch.processes=129": "launch.processes = 129 is out of range",
     "launch.launcher=mpi": "launch.launcher",
+    "launch.launcher=command": "launch.command starts no rank: {module} is not in it",
+    "launch.command=['mpirun', '{module}']": 'launch.command is set, and launch.launcher = "auto" does not use it',
     "launch.stop_grace=0": "launch.stop_grace = 0.0 is out of range",
     "launch.stop_grace=inf": "launch.stop_grace = inf is out of range",
     "launch.stop_grace=nan": "launch.stop_grace = nan is out of range",
@@ -239,6 +242,14 @@ def test_tiers_are_set_at_three_levels_each_with_a_retention_of_its_own(toml: Pa
     kept = (config.store.retention.keep_last, share.retention.keep_last, cold.retention.keep_within)
     assert kept == (5, None, "4w")
     assert config.retention.keeps_all
+
+
+def test_launch_command_is_words_with_known_slots(toml: Path) -> None:
+    command = ["bash", "-c", "OUT=${out} {python} -m {module}", "{processes}"]
+    launch = load_config(toml, ["launch.launcher=command", f"launch.command={json.dumps(command)}"]).launch
+    assert launch.command == tuple(command), "what a shell replaces is the shell's"
+    for words, problem in ((["", "{module}"], "cannot be started"), (["a", "{module}", "-n{gpus}"], "{gpus} means nothing")):
+        assert problem in str(refusal(toml, "launch.launcher=command", f"launch.command={json.dumps(words)}"))
 
 
 def test_unknown_setting_of_a_tier_is_told_the_nearest_one_and_the_tier(toml: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from perdure.training import files
+from perdure.training.agent.commands import refuse_what_cannot_start
 from perdure.training.agent.lock import LOCK_FD_VARIABLE, RunLock, end_agent
 from perdure.training.checkpoint.lineage import LaunchEnd, read_end
 from perdure.training.config import RunConfig
@@ -43,7 +44,8 @@ class Trainer:
         environment: Mapping[str, str] = os.environ,
     ) -> "Trainer":
         """Launch an agent once every earlier one on this host is gone. It inherits the run's lock, and `environment` without
-        what a trainer must not see."""
+        what a trainer must not see. Raises ConfigError when the launch command cannot be started here."""
+        refuse_what_cannot_start(config, environment)
         run = RunDir(config.run_dir)
         end_agent(run, grace=config.launch.stop_grace + END_MARGIN_SECS)
         files.make_dirs(run.logs(token))

@@ -217,8 +217,8 @@ class Agent:
             reason, detail = "stopped", self.stop_reason or f"{self.ranks.name} was asked to stop"
         else:
             reason = "failed"
-            error_class = error_class or ("infrastructure" if status < 0 else "user")
-            detail = detail or _describe_status(self.ranks.name, status)
+            silent_class, silent_detail = self.ranks.silent_end
+            error_class, detail = error_class or silent_class, detail or silent_detail
         seen = {**os.environ, **self.config.launch.env}  # by the ranks, which may have printed it
         return LaunchEnd(
             token=self.token,
@@ -235,12 +235,6 @@ class Agent:
         self.savers.end()
         descendants.end_all()
         self.ranks.close()
-
-
-def _describe_status(rank: str, status: int) -> str:
-    if status < 0:
-        return f"{rank} was killed by {signal.Signals(-status).name}"
-    return f"{rank} exited with status {status} before its last step"
 
 
 def _tail(path: Path) -> str:

@@ -27,6 +27,8 @@ class Rank:
         self.failure: tuple[str, str] = ("", "")
         self.status = 0
         """How it ended by itself; negative: the signal that killed it."""
+        self.vanished = False
+        """It ended by itself, before its time, and only its parent knows how."""
 
     def is_process(self, pid: int) -> None:
         if not self.pid:

@@ -1,5 +1,5 @@
-"""All ranks of a launch: started as one process or by a launcher, heard, watched by pid, ended together. A rank that is gone
-before its time ends the launch at once."""
+"""All ranks of a launch: started as one process, by a launcher of ours or by a command; heard, watched by pid, ended together.
+A rank that is gone before its time ends the launch at once."""
 
 import contextlib
 import os
@@ -13,14 +13,18 @@ import time
 from pathlib import Path
 
 from perdure.training import files
+from perdure.training.agent import commands
 from perdure.training.agent.descendants import children
+from perdure.training.agent.join import RANKS, UNKNOWN_RANK
 from perdure.training.agent.rank import Rank
 from perdure.training.config import RunConfig
-from perdure.training.process import SESSION_VARIABLE, start_time
+from perdure.training.process import SESSION_VARIABLE, die_with_parent, start_time
 from perdure.training.run_dir import CheckpointName, RunDir, rank_log
 from perdure.training.wire import Message, Wire
 
 STACK_DUMP_SECS = 2.0
+COMMAND_END_SECS = 5.0
+"""For a launch command to clean up and end, once its ranks are gone."""
 SOCKET_VARIABLE = "PERDURE_AGENT_SOCKET"
 PARENT_VARIABLE = "PERDURE_AGENT_PID"
 LOGS_VARIABLE = "PERDURE_LOGS"
@@ -82,6 +86,7 @@ class Ranks:
         self._own_end = 0
         """Status with which the process we started ended by itself."""
         self._launcher = config.launch.started_by
+        self._command = self._launcher in commands.COMMANDS
         self._process = self._spawn(config)
         if not self._launcher:
             self.ranks[0].is_process(self._process.pid)
@@ -95,13 +100,18 @@ class Ranks:
             SESSION_VARIABLE: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }
-        command = [sys.executable, "-m", f"perdure.training.engine.{_MODULES[self._launcher]}"]
         if self._launcher:
             environment[LOGS_VARIABLE] = str(self._logs)
-            command.append(str(len(self.ranks)))
+        if self._command:
+            environment, command = commands.environment(environment, len(self.ranks)), commands.words(config.launch)
+        else:
+            command = [sys.executable, "-m", f"perdure.training.engine.{_MODULES[self._launcher]}"]
+            command += [str(len(self.ranks))] if self._launcher else []
+        agent = os.getpid()
         with files.open_private(self._own_log) as log:
             return subprocess.Popen(
                 command,
+                preexec_fn=(lambda: die_with_parent(agent)) if self._command else None,
                 env=environment,
                 cwd=config.path.resolve().parent,
                 stdin=subprocess.DEVNULL,
@@ -141,16 +151,29 @@ class Ranks:
         for wire in list(self._strangers):
             for message in wire.receive():
                 self._strangers.remove(wire)
-                self._meet(self.ranks[int(message["rank"])], wire)
+                self._meet(int(message["rank"]), wire)
             if wire.closed and wire in self._strangers:
                 self._strangers.remove(wire)
 
-    def _meet(self, rank: Rank, wire: Wire) -> None:
+    def _meet(self, number: int, wire: Wire) -> None:
+        wrong = self._wrong_rank(number)
+        if wrong:
+            self.verdict = ("config", wrong)
+            wire.close()
+            return
+        rank = self.ranks[number]
         told = wire.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         with contextlib.suppress(ProcessLookupError):  # dead already: its socket says so
             rank.is_process(_CREDENTIALS.unpack(told)[0])
         rank.wire = wire
         wire.send({**self._welcome, "lease": self.leased}, tuple(self._slots[rank.number]))
+
+    def _wrong_rank(self, number: int) -> str:
+        if number == UNKNOWN_RANK:
+            return f"the launch command gives a process no rank: it must set one of {', '.join(RANKS)}"
+        if number >= len(self.ranks):
+            return f"the launch command started a rank {number}, but launch.processes = {len(self.ranks)}"
+        return f"the launch command started two processes of rank {number}" if self.ranks[number].wire else ""
 
     @property
     def phase(self) -> str:
@@ -206,9 +229,10 @@ class Ranks:
         return False
 
     def _is_over(self) -> bool:
-        if self._process.poll() is not None:
+        if self._process.poll() is not None or self.verdict[0]:
             return True
-        self._look_for_unheard()
+        if not self._command:
+            self._look_for_unheard()
         gone = [rank for rank in self.ranks if rank.gone]
         if gone:
             self._read()
@@ -226,6 +250,9 @@ class Ranks:
         """End what is left, and learn how those ended that were gone before: as orphans of the launcher they are ours."""
         gone = [rank for rank in self.ranks if rank.gone]
         self._own_end = self._process.poll() or 0
+        if self._command:
+            self._reap_command(gone)
+            return
         self._process.kill()
         self._process.wait()
         if not self._launcher:
@@ -235,6 +262,21 @@ class Ranks:
             if rank.pid:
                 status = self._end_of(rank.pid)
                 rank.status = status if rank in gone else 0
+
+    def _reap_command(self, gone: list[Rank]) -> None:
+        """End the ranks first, for the command to notice. How those ended that were gone before, it alone has learned."""
+        self._read()
+        for rank in self.ranks:
+            if rank in gone:
+                rank.vanished = rank.phase != "leaving" and not rank.failure[0]
+            elif rank.pid:
+                self._end_of(rank.pid)
+        if not all(rank.pid for rank in self.ranks):
+            self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(COMMAND_END_SECS)
+        self._process.kill()
+        self._process.wait()
 
     @staticmethod
     def _end_of(pid: int) -> int:
@@ -269,7 +311,7 @@ class Ranks:
 
         def place(rank: Rank) -> tuple[bool, bool, bool]:
             said = rank.failure[0]
-            return (said in ("", "infrastructure"), rank.status >= 0, not said)
+            return (said in ("", "infrastructure"), rank.status >= 0 and not rank.vanished, not said)
 
         return min(self.ranks, key=place)
 
@@ -280,6 +322,16 @@ class Ranks:
         if self.verdict[0]:
             return self.verdict
         return error_class, f"{self.name}: {detail}" if error_class and len(self.ranks) > 1 else detail
+
+    @property
+    def silent_end(self) -> tuple[str, str]:
+        """Error class and words where nobody has said any."""
+        if self._command:
+            ended = f"; the launch command ended with status {self._own_end}" if self._own_end else ""
+            return "infrastructure", f"{self.name} ended without a word{ended}"
+        if self.status < 0:
+            return "infrastructure", f"{self.name} was killed by {signal.Signals(-self.status).name}"
+        return "user", f"{self.name} exited with status {self.status} before its last step"
 
     @property
     def name(self) -> str:

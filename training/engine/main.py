@@ -68,14 +68,16 @@ def _lost_a_peer(error: BaseException) -> bool:
 
 
 def train(link: Link) -> None:
+    from perdure.training.engine.loopback import hosted
     from perdure.training.engine.session import Session
 
     welcome = link.welcome
     session = Session(link, total_steps=int(welcome["steps"]), params=dict(welcome["params"]))
     entry = load_entry(Path(welcome["entry_file"]), str(welcome["entry_function"]))
     signals.install()
-    entry(session)
-    session.close()
+    with hosted():
+        entry(session)
+        session.close()
 
 
 def _own_log(folder: Path) -> int:
