@@ -50,6 +50,7 @@ VERBS = {
     "deploy": Verb("register runs with a Prefect server", "perdure deploy gpt/run.toml --work-pool gpus --dry-run"),
     "serve": Verb("run what Prefect schedules of a run, on this machine", "perdure serve gpt/run.toml"),
     "doctor": Verb("check everything a run needs", "perdure doctor gpt/run.toml"),
+    "node": Verb("take part in a run on another machine than node 0", "perdure node /shared/gpt/run.toml --node 1"),
     "stop": Verb("ask a running run to save and stop", "perdure stop runs/gpt"),
 }
 

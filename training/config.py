@@ -111,7 +111,7 @@ class RunConfig(_Document, frozen=True, kw_only=True):
 
     def trajectory(self) -> dict[str, Any]:  # Any: TOML values
         """The settings that decide the weights; a resume with others is refused, or re-planned on request."""
-        return {"entry": self.run.entry, "steps": self.run.steps, "processes": self.launch.processes, "params": self.params}
+        return {"entry": self.run.entry, "steps": self.run.steps, "processes": self.launch.world, "params": self.params}
 
 
 def _check(document: _Document, where: str) -> None:

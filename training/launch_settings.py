@@ -10,13 +10,20 @@ SLOTS = ("python", "module", "processes")
 """What stands in braces in a launch command."""
 _SLOT = re.compile(r"(?<!\$)\{([a-z_]*)\}")
 _LONGEST_SECS = 31 * 86400.0
+_MOST_NODES = 1024
 _MOST_PROCESSES = 128
 """The agent has four descriptors for each, of the 1024 it may have; those of all slots travel in one message (wire.MAX_FDS)."""
 
 
 class LaunchSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     processes: int = 1
-    """Ranks on this machine."""
+    """Ranks on this machine; with `nodes`, on each."""
+    nodes: int = 1
+    """Machines; all but node 0 run `perdure node`."""
+    address: str = ""
+    """Name or IPv4 address at which the other nodes reach node 0; empty: its host name."""
+    node_timeout: float = 30.0
+    """Seconds without a sign of life of another node after which it counts as gone."""
     launcher: Literal["auto", "torchrun", "deepspeed", "srun", "command"] = "auto"
     """auto: one process is started directly, several by torchrun; torchrun: one too, so that torch.distributed works in it;
     deepspeed: by DeepSpeed's own; srun: as a step of the Slurm job around us; command: by `command`."""
@@ -32,10 +39,15 @@ class LaunchSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Environment of the ranks, `OMP_NUM_THREADS` say."""
 
     @property
+    def world(self) -> int:
+        """Ranks on all nodes."""
+        return self.nodes * self.processes
+
+    @property
     def started_by(self) -> str:
         """The launcher; empty where the only process is started directly."""
         if self.launcher == "auto":
-            return "torchrun" if self.processes > 1 else ""
+            return "torchrun" if self.world > 1 else ""
         return self.launcher
 
 
@@ -52,12 +64,25 @@ def wrong_launch(launch: LaunchSection) -> Iterator[tuple[str, str]]:
     if not 0 <= launch.step_timeout <= _LONGEST_SECS:
         fix = "use 0 for automatic, or seconds up to a month"
         yield f"launch.step_timeout = {launch.step_timeout} is out of range", fix
+    yield from _wrong_nodes(launch)
     yield from _wrong_command(launch)
     for name, value in launch.env.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
             yield f"launch.env: {name!r} is no environment variable", "use letters, digits and _; no zero byte in its value"
         if name.startswith("PERDURE_"):
             yield f"launch.env: {name} is set by Perdure itself", "leave it out"
+
+
+def _wrong_nodes(launch: LaunchSection) -> Iterator[tuple[str, str]]:
+    if not 1 <= launch.nodes <= _MOST_NODES:
+        yield f"launch.nodes = {launch.nodes} is out of range", f"use 1 to {_MOST_NODES}"
+    if not 1 <= launch.node_timeout <= _LONGEST_SECS:
+        yield f"launch.node_timeout = {launch.node_timeout} is out of range", "use 1 second to a month; the default is 30"
+    if launch.nodes > 1 and launch.launcher not in ("auto", "torchrun"):
+        fix = "leave launch.launcher out: each node starts its own ranks"
+        yield f'launch.nodes = {launch.nodes} and launch.launcher = "{launch.launcher}" exclude each other', fix
+    if re.search(r"[^\w.-]", launch.address):
+        yield f"launch.address = {launch.address!r} is neither a name nor an IPv4 address", "write it without a port"
 
 
 def _wrong_command(launch: LaunchSection) -> Iterator[tuple[str, str]]:

@@ -136,16 +136,30 @@ class RunDir:
     def launch_record(self, token: int) -> Path:
         return self.launches / f"{token:04d}.json"
 
-    def launch_end(self, token: int) -> Path:
-        """Why that launch ended; written by its agent as the last act."""
-        return self.launches / f"{token:04d}.end.json"
+    def launch_end(self, token: int, node: int = 0) -> Path:
+        """Why that launch ended; written by its agent as the last act, and by those of other nodes."""
+        return self.nodes(token) / f"node-{node}.end.json" if node else self.launches / f"{token:04d}.end.json"
+
+    def nodes(self, token: int) -> Path:
+        """What the nodes of a launch tell each other, where there are several."""
+        return self.launches / f"{token:04d}.nodes"
+
+    def call(self, token: int) -> Path:
+        """What node 0 says to those that may join."""
+        return self.nodes(token) / "call.json"
+
+    def node(self, token: int, number: int) -> Path:
+        """Who is that node, and its heartbeat."""
+        return self.nodes(token) / f"node-{number}.json"
 
     def metrics(self, token: int) -> Path:
         """What `Session.log` was given, a JSON line per step."""
         return self.root / "metrics" / f"{token:04d}.jsonl"
 
-    def logs(self, token: int) -> Path:
-        return self.root / "logs" / f"launch-{token:04d}"
+    def logs(self, token: int, node: int = 0) -> Path:
+        """Of node 0, which has those of the others in folders of their own."""
+        folder = self.root / "logs" / f"launch-{token:04d}"
+        return folder / f"node-{node}" if node else folder
 
     @property
     def flow_log(self) -> Path:
@@ -170,6 +184,14 @@ class RunDir:
 
     def manifest(self, name: CheckpointName) -> Path:
         return self.checkpoint(name) / MANIFEST
+
+    def offer(self, name: CheckpointName, node: int) -> Path:
+        """What a node has of a checkpoint of several nodes, until it is committed."""
+        return self.checkpoint(name) / f"node-{node}.offer"
+
+    def part(self, name: CheckpointName, node: int) -> Path:
+        """What a node has written of a checkpoint of several nodes, until it is committed."""
+        return self.checkpoint(name) / f"node-{node}.part"
 
     def fact(self, name: CheckpointName, copy: str) -> Path:
         """The checker's fact about one copy: `local`, `store`, or the name of a tier."""

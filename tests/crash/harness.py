@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from perdure.training.agent.launch import Trainer
 from perdure.training.agent.lock import RunLock, read_agent
@@ -178,7 +179,11 @@ def children(pid: int) -> list[int]:
         return []
 
 
-LAUNCHED: list[Trainer] = []
+class Started(Protocol):
+    def kill(self) -> None: ...
+
+
+LAUNCHED: list[Started] = []
 """By the test that runs; what it leaves running is ended after it (tests/conftest.py)."""
 
 

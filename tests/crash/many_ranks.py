@@ -1,12 +1,16 @@
 """Runs of several ranks under test: what each traces, who they are, and how they are killed."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 
-from harness import RANKS, Direct, Run, all_pids, command_line, kill, wait_until
+from harness import LAUNCHED, PERDURE, RANKS, Direct, Run, all_pids, children, command_line, kill, wait_until
 
+from perdure.training.agent import roster
 from perdure.training.process import SESSION_VARIABLE, ProcessId, identify
 
 SLOW = "launch.env.TINY_sleep=0.3"
@@ -74,3 +78,36 @@ def hit(run: Run, step: int, victims: list[int], number: int, *settings: str) ->
         kill(found[victim], number)
     trainer.process.wait(60)
     return direct, at
+
+
+class OtherNode:
+    """`perdure node` for node 1 of a run, on this machine; `within`: words that start it elsewhere."""
+
+    def __init__(self, run: Run, *within: str) -> None:
+        self.run, self._log = run, run.toml.parent / "node-1.log"
+        with open(self._log, "ab") as log:
+            words = [*within, *PERDURE, "node", str(run.toml), "--node", "1", "--set", "launch.nodes=2"]
+            self.process = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        LAUNCHED.append(self)
+
+    def agent(self, token: int) -> ProcessId | None:
+        beat = roster.read_node(self.run.dir, token, 1)
+        return beat.process if beat else None
+
+    def lose(self, token: int) -> None:
+        """All of it at once, as when the machine is gone."""
+        agent = self.agent(token)
+        assert agent is not None
+        left = [pid for pid in all_pids() if environment(pid).get(SESSION_VARIABLE) == str(agent.pid)]
+        for pid in (self.process.pid, agent.pid, *left, *children(agent.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)  # its agent goes with it
+            self.process.wait()

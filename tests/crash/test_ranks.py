@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from harness import Direct, Run, kill, wait_until
-from many_ranks import SLOW, hit, ranks, ranks_run, surviving, tracing
+from many_ranks import SLOW, OtherNode, hit, ranks, ranks_run, surviving, tracing
 from torch import nn
 
 from perdure.training.agent.commands import refuse_what_cannot_start
@@ -182,6 +182,34 @@ def test_a_launcher_that_is_not_there_is_refused_before_anything_starts(tmp_path
         refuse_what_cannot_start(missing, os.environ)
     with pytest.raises(ConfigError, match="this is no Slurm job"):
         refuse_what_cannot_start(load_config(run.toml, ["launch.launcher=srun"]), {})
+
+
+NODES = ("launch.nodes=2", "launch.processes=1", "launch.address=127.0.0.1", "launch.node_timeout=10")
+
+
+def test_two_nodes_end_bit_identical_after_one_is_killed_and_comes_back(ddp: Reference, tmp_path: Path) -> None:
+    run = ranks_run(tmp_path, "ddp")
+    node, direct = OtherNode(run), Direct(run)
+    trainer = direct.launch([SLOW, tracing(run), *NODES])
+    wait_until(lambda: run.step() >= 8, "step 8")
+    node.lose(1)
+    trainer.process.wait(60)
+    end = direct.end()
+    assert (end.reason, end.error_class) == ("failed", "infrastructure")
+    assert [name.step for name in run.committed()] == [6]
+
+    node = OtherNode(run)
+    assert Direct(run).train_to_end([tracing(run), *NODES]).reason == "complete"
+    assert node.process.wait(60) == 0, node.log()
+    assert run.digest() == ddp.run.digest(), "that of two ranks on one machine"
+    assert surviving(run) == ddp.trace
+    assert [str(name)[8:] for name in run.committed()] == [f"{step:04d}-{token:04d}" for step, token in COMMITTED_BY]
+    assert not list(run.dir.checkpoints.glob("*/node-*")), "what the nodes told each other is gone"
+    with open_checkpoint(run.dir.checkpoint(run.committed()[-1])) as reader:
+        assert_nothing_is_twice_there(reader)
+
+
+COMMITTED_BY = ((6, 1), (9, 2), (12, 2), (18, 2), (24, 2))
 
 
 def test_fsdp2_each_rank_stores_its_pieces_and_readers_put_them_together(fsdp2: Reference) -> None:

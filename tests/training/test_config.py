@@ -125,6 +125,9 @@ WRONG = {
     "store.endpoint_url=localhost:9000": "store.endpoint_url = 'localhost:9000' is not a URL",
     # launch
     "launch.processes=0": "launch.processes = 0 is out of range",
+    "launch.nodes=0": "launch.nodes = 0 is out of range",
+    "launch.address=tcp://n0:29500": "launch.address = 'tcp://n0:29500' is neither a name nor an IPv4 address",
+    "launch.node_timeout=0": "launch.node_timeout = 0.0 is out of range",
     "launch.processes=129": "launch.processes = 129 is out of range",
     "launch.launcher=mpi": "launch.launcher",
     "launch.launcher=command": "launch.command starts no rank: {module} is not in it",

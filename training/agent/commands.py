@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
+from perdure.training.agent import roster
 from perdure.training.agent.join import LOCAL_RANKS, RANKS
 from perdure.training.config import RunConfig
 from perdure.training.errors import ConfigError
@@ -48,6 +49,8 @@ def _free_port() -> int:
 def refuse_what_cannot_start(config: RunConfig, environment: Mapping[str, str]) -> None:
     """Raises ConfigError."""
     launch = config.launch
+    if launch.nodes > 1:
+        roster.listen(launch).close()
     if launch.started_by not in COMMANDS:
         return
     seen = {**environment, **launch.env}

@@ -23,6 +23,11 @@ _SECRET_PREFIXES = ("SLACK_", "PREFECT_")
 """Variables of ours that a trainer has no use for and must not be able to print."""
 
 
+def for_trainers(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what a trainer must not see."""
+    return {k: v for k, v in environment.items() if not k.startswith(_SECRET_PREFIXES) and k != LOCK_FD_VARIABLE}
+
+
 class Trainer:
     """One launch. Use `start`; always `end` it."""
 
@@ -52,7 +57,6 @@ class Trainer:
         command = [sys.executable, "-m", "perdure.training.agent.main", "--config", str(config.path)]
         command += [part for text in overrides for part in ("--set", text)]
         command += ["--run-id", run_id, "--token", str(token), "--resume", str(resume or "")] + ["--replan"] * replan
-        inherited = {k: v for k, v in environment.items() if not k.startswith(_SECRET_PREFIXES) and k != LOCK_FD_VARIABLE}
         with files.open_private(run.logs(token) / "agent.log") as log:
             process = subprocess.Popen(
                 command,
@@ -61,7 +65,7 @@ class Trainer:
                 stderr=log,
                 start_new_session=True,
                 pass_fds=(lock.fd,),
-                env=inherited,
+                env=for_trainers(environment),
             )
         return cls(config, token, process)
 

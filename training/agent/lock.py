@@ -115,7 +115,11 @@ def read_agent(run: RunDir) -> ProcessId | None:
 def end_agent(run: RunDir, grace: float) -> None:
     """Wait for an agent left by an earlier launch on this host (it is saving), then kill it by pid and start time, and with it
     whatever its ranks started and left behind."""
-    agent = read_agent(run)
+    end_process(read_agent(run), grace)
+
+
+def end_process(agent: ProcessId | None, grace: float) -> None:
+    """As `end_agent`, for any agent."""
     if agent is None or not agent.is_here:
         return
     if agent.is_alive() and not agent.wait(grace):

@@ -7,15 +7,17 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from perdure.training import events, files, slots
-from perdure.training.agent import descendants, extension_locks
-from perdure.training.agent.ranks import Ranks
+from perdure.training.agent import descendants, extension_locks, roster
+from perdure.training.agent.ranks import Meeting, Ranks
 from perdure.training.agent.room import Room
+from perdure.training.agent.roster import Call, Others
 from perdure.training.agent.savers import Savers
 from perdure.training.agent.watch import Deadlines
 from perdure.training.checkpoint.lineage import LaunchEnd, write_end
@@ -29,6 +31,10 @@ TICK_SECS = 0.1
 PROGRESS_SECS = 0.25
 SLOTS = 2
 """Of each rank."""
+NODES_PATIENCE = 2.0
+"""Seconds after which it is said that other nodes are waited for."""
+BLAME_SECS = 5.0
+"""For other nodes to say why their ranks ended."""
 SALVAGE_SECS = 3.0
 """What a rank killed at the end of its grace left in memory is given so long; launch.END_MARGIN_SECS is more."""
 LEASE_NOTED_SECS = 1.0
@@ -39,22 +45,35 @@ LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 8000
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What is to be launched; on every node the same."""
+
+    config: RunConfig
+    overrides: Sequence[str]
+    run_id: str
+    token: int
+    resume: CheckpointName | None
+    replan: bool
+
+
 class Agent:
-    def __init__(self, config: RunConfig, run_id: str, token: int, resume: CheckpointName | None, replan: bool) -> None:
-        self.config, self.token, self.run = config, token, RunDir(config.run_dir)
-        self.log_dir = self.run.logs(token)
-        files.make_dirs(self.log_dir)
+    def __init__(self, launch: Launch, node: int = 0) -> None:
+        config, token, resume = launch.config, launch.token, launch.resume
+        self.launch, self.config, self.token, self.run = launch, config, token, RunDir(config.run_dir)
+        files.make_dirs(self.run.logs(token, node))
         files.make_dirs(self.run.metrics(token).parent)
         self.slots = [
             [slots.create_slot(f"{token}-{rank}-{number}") for number in range(SLOTS)]
             for rank in range(config.launch.processes)
         ]
-        self.saver_log = open(self.log_dir / "saver.log", "ab")
-        self.savers = Savers(self.run, config, run_id, token, resume.step if resume else 0, self.slots, self.saver_log)
+        start = resume.step if resume else 0
+        self.savers = Savers(self.run, config, launch.run_id, token, start, self.slots, node, self.record)
         self.clear_locks()
-        self.ranks = Ranks(self.run, config, token, resume, replan, self.slots)
+        self.ranks = Ranks(self.run, config, token, resume, launch.replan, self.slots, node)
         self.room = Room(self.run, config, token)
         self.watch = Deadlines(config)
+        self.others = Others(self.run, token, config.launch)
         self.signalled = False
         self.stop_reason = ""
         self.stop_deadline = float("inf")
@@ -75,7 +94,16 @@ class Agent:
         texts = [f"removed {path}: a build that was killed had left it" for path in removed]
         texts += [f"the ranks may wait for {path} for ever, which nobody here holds: remove it" for path in left]
         for text in texts:
-            events.record(self.run, "notice", text=text, token=self.token)
+            self.record("notice", text=text)
+
+    def record(self, kind: str, **data: object) -> None:
+        events.record(self.run, kind, token=self.token, **data)
+
+    def end_on_sigterm(self) -> None:
+        def on_sigterm(*_: object) -> None:
+            self.signalled = True
+
+        signal.signal(signal.SIGTERM, on_sigterm)
 
     # what comes in
 
@@ -113,26 +141,29 @@ class Agent:
             if "snapshot" in message:
                 self.savers.take_in(rank, int(message["snapshot"]), int(message["step"]))
             if "state_bytes" in message:
-                self.room.ask(rank, int(message["state_bytes"]), int(message["pieces"]), self.ranks)
+                self.ask_for_room(rank, int(message["state_bytes"]), int(message["pieces"]))
             if "waiting_for_slot" in message and rank == 0:
                 self.say_waiting(int(message["waiting_for_slot"]), message.get("waited"))
             if rank == 0 and "waited_for_lease" in message and float(message["waited"]) >= LEASE_NOTED_SECS:
                 told = {"step": int(message["waited_for_lease"]), "seconds": float(message["waited"])}
-                events.record(self.run, "waiting_for_lease", token=self.token, **told)
+                self.record("waiting_for_lease", **told)
             if "slow" in message:
                 self.name_slow(message)
             if message.get("notice", "") not in self._said:
                 self._said.add(message["notice"])
-                events.record(self.run, "notice", text=message["notice"], token=self.token)
+                self.record("notice", text=message["notice"])
+
+    def ask_for_room(self, rank: int, state_bytes: int, pieces: int) -> None:
+        self.room.ask(rank, state_bytes, pieces, self.ranks)
 
     def say_waiting(self, step: int, seconds: float | None) -> None:
         """A checkpoint is due and the saver has both slots: training waits, and nothing is lost."""
         if seconds is None:
             text = f"training waits at step {step}: the saver still writes both slots"
-            events.record(self.run, "waiting_for_slot", token=self.token, step=step, text=text)
+            self.record("waiting_for_slot", step=step, text=text)
         else:
             text = f"training waited {seconds:.1f} s at step {step} for the saver"
-            events.record(self.run, "waiting_for_slot", token=self.token, step=step, seconds=seconds, text=text)
+            self.record("waiting_for_slot", step=step, seconds=seconds, text=text)
 
     def name_slow(self, message: Message) -> None:
         """Each rank once a launch; `perdure status` has those of now."""
@@ -141,7 +172,7 @@ class Agent:
             self._named |= set(new)
             each = ", ".join(f"rank {rank} {self._slow[rank]:.3g} s" for rank in new)
             text = f"slow: {each} of work in a step, the median of {message['ranks']} ranks is {message['median']:.3g} s"
-            events.record(self.run, "slow_rank", token=self.token, step=message["at"], ranks=new, text=text)
+            self.record("slow_rank", step=message["at"], ranks=new, text=text)
 
     # the loop
 
@@ -170,10 +201,18 @@ class Agent:
 
     def publish(self) -> None:
         state = "stopping" if self.stop_reason else "waiting for disk" if self.waits_for_disk else self.ranks.phase
+        if not (self.stop_reason or self.ranks.started):
+            state = "waiting for nodes"
         now = time.monotonic()
         if state == self._state and now - self._published < PROGRESS_SECS:
             return
         self._published, self._state, self._counter = now, state, self._counter + 1
+        try:
+            self.write_progress(state)
+        except OSError:
+            return  # a full disk: the next one may get through, and nothing depends on it
+
+    def write_progress(self, state: str) -> None:
         progress = {
             "counter": self._counter,
             "time": time.time(),
@@ -184,28 +223,92 @@ class Agent:
             "lease": self.ranks.leased,
             "slow": self._slow,
         }
-        try:
-            files.publish(self.run.progress_json, json.dumps(progress).encode())
-        except OSError:
-            return  # a full disk: the next one may get through, and nothing depends on it
+        files.publish(self.run.progress_json, json.dumps(progress).encode())
 
     def live(self) -> LaunchEnd:
         """Train until the ranks have ended and what they left in the slots is committed."""
+        self.gather()
         while self.ranks.is_alive():
             self.turn()
-            problem = self.savers.lost or self.watch.problem(self.ranks, paused=self.waits_for_disk)
-            if problem:
-                if not self.savers.lost:
+            error_class, words = self.problem()
+            if error_class:
+                if error_class == "hang":
                     self.ranks.dump_stacks()
                 self.ranks.kill()
-                self.ranks.verdict = ("storage" if self.savers.lost else "hang", problem)
+                self.ranks.verdict = (error_class, words)
             elif time.monotonic() > self.stop_deadline:
                 self.ranks.kill()
         self.on_ranks()
-        self.savers.salvage()
-        while self.savers.busy and time.monotonic() < self.stop_deadline + SALVAGE_SECS:
-            self.turn()
+        if self.config.launch.nodes == 1:  # which step several nodes have in memory, none of them knows
+            self.savers.salvage()
+        self.finish_saving()
+        self.blame_others()
         return self.describe_end()
+
+    def gather(self) -> None:
+        """Start the ranks; those of several nodes once all nodes are there."""
+        if not self.others.numbers:
+            self.ranks.start()
+            return
+        with roster.listen(self.config.launch) as listener:
+            host, port = listener.getsockname()
+            meeting = Meeting(host, port, listener.fileno())
+            self.wait_for_nodes(meeting)
+            self.watch = Deadlines(self.config)
+            if not self.stop_reason and not self.ranks.verdict[0]:
+                self.ranks.start(meeting)
+
+    def wait_for_nodes(self, meeting: Meeting) -> None:
+        call = Call(
+            token=self.token,
+            run_id=self.launch.run_id,
+            resume=str(self.launch.resume or ""),
+            replan=self.launch.replan,
+            overrides=tuple(self.launch.overrides),
+            trajectory=self.config.trajectory(),
+            address=meeting.host,
+            port=meeting.port,
+        )
+        self.others.call(call)
+        said, deadline = time.monotonic() + NODES_PATIENCE, time.monotonic() + self.config.launch.startup_timeout
+        while not self.stop_reason and not self.ranks.verdict[0] and (missing := self.others.missing()):
+            self.turn()
+            self.ranks.verdict = self.others.failed()
+            absent = f"node {', '.join(map(str, missing))}"
+            if time.monotonic() > said:
+                said = float("inf")
+                self.record("notice", text=f"launch {self.token} waits for {absent}: `perdure node RUN.toml --node K` there")
+            if time.monotonic() > deadline:
+                limit = f"launch.startup_timeout = {self.config.launch.startup_timeout:g} s"
+                self.ranks.verdict = ("infrastructure", f"{absent} did not join within {limit}")
+
+    def problem(self) -> tuple[str, str]:
+        """Error class and words of what ends the launch; "" while all is well."""
+        if self.savers.lost:
+            return "storage", self.savers.lost
+        hang = self.watch.problem(self.ranks, paused=self.waits_for_disk)
+        return ("hang", hang) if hang else self.others.failed()
+
+    def finish_saving(self) -> None:
+        """Give the saver what it needs, but not for ever where it waits for a node that is gone."""
+        deadline = float("inf")
+        while self.savers.busy and time.monotonic() < min(self.stop_deadline + SALVAGE_SECS, deadline):
+            self.turn()
+            if deadline == float("inf") and self.others.failed()[0]:
+                deadline = time.monotonic() + SALVAGE_SECS
+
+    def blame_others(self) -> None:
+        """Whose ranks lost their connection are not to blame where another node says more."""
+        if (
+            self.others.numbers
+            and self.ranks.failure[0] in ("", "infrastructure")
+            and not (self.ranks.killed or self.ranks.left)
+        ):
+            deadline = time.monotonic() + BLAME_SECS
+            while not (said := self.others.failed())[0] and not self.others.have_ended() and time.monotonic() < deadline:
+                self.turn()
+            if said[0] not in ("", "infrastructure") or (said[0] and self.ranks.status >= 0):
+                self.ranks.verdict = said
 
     def describe_end(self) -> LaunchEnd:
         status = self.ranks.status
@@ -261,12 +364,16 @@ def main() -> None:
     config = load_config(options.config, options.set)
     run = RunDir(config.run_dir)
     files.write_atomically(run.agent_json, msgspec.json.encode(identify()))
-    agent = Agent(config, options.run_id, options.token, CheckpointName.parse(options.resume), options.replan)
-
-    def on_sigterm(*_: object) -> None:
-        agent.signalled = True
-
-    signal.signal(signal.SIGTERM, on_sigterm)
+    launch = Launch(
+        config=config,
+        overrides=options.set,
+        run_id=options.run_id,
+        token=options.token,
+        resume=CheckpointName.parse(options.resume),
+        replan=options.replan,
+    )
+    agent = Agent(launch)
+    agent.end_on_sigterm()
     try:
         write_end(run, agent.live())
     finally:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from perdure.training import files
 from perdure.training.agent import commands
@@ -36,6 +37,14 @@ _PHASES = ("starting", "setup", "waiting for slot", "waiting for lease", "evalua
 _CREDENTIALS = struct.Struct("3i")
 
 
+class Meeting(NamedTuple):
+    """Where the ranks of several nodes meet; `listener`: on node 0 the descriptor of a socket that listens there, else -1."""
+
+    host: str
+    port: int
+    listener: int = -1
+
+
 class Ranks:
     def __init__(
         self,
@@ -45,15 +54,18 @@ class Ranks:
         resume: CheckpointName | None,
         replan: bool,
         slots: list[list[int]],
+        node: int = 0,
     ) -> None:
         """`slots`: the descriptors of each rank's own."""
-        self._slots = slots
+        self._config, self._node, self._slots = config, node, slots
+        self._first = node * len(slots)
         self._welcome = {
             "run_dir": str(run.root),
             "token": token,
             "resume": str(resume) if resume else "",
             "replan": replan,
-            "world": len(slots),
+            "world": config.launch.world,
+            "first_rank": self._first,
             "steps": config.run.steps,
             "chunk": config.run.chunk,
             "every": config.save_every,
@@ -76,25 +88,34 @@ class Ranks:
         self._strangers: list[Wire] = []
         """Connections that have not said yet whose they are."""
         self._unread: list[tuple[int, Message]] = []
-        self.ranks = [Rank(number, resume.step if resume else 0) for number in range(len(slots))]
+        self.ranks = [Rank(self._first + at, resume.step if resume else 0) for at in range(len(slots))]
         self.leased = 0
         self.verdict: tuple[str, str] = ("", "")
         """Error class and words of the agent's own, where it ended the launch."""
         self.killed = False
         """By us, not by somebody else."""
-        self._logs: Path = run.logs(token)
+        self._logs: Path = run.logs(token, node)
         self._own_end = 0
         """Status with which the process we started ended by itself."""
         self._launcher = config.launch.started_by
         self._command = self._launcher in commands.COMMANDS
-        self._process = self._spawn(config)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._process is not None
+
+    def start(self, meeting: Meeting | None = None) -> None:
+        """`meeting`: where the ranks of several nodes meet."""
+        self._process = self._spawn(meeting)
         if not self._launcher:
             self.ranks[0].is_process(self._process.pid)
 
-    def _spawn(self, config: RunConfig) -> subprocess.Popen[bytes]:
+    def _spawn(self, meeting: Meeting | None) -> subprocess.Popen[bytes]:
+        launch = self._config.launch
         environment = {
             **os.environ,
-            **config.launch.env,
+            **launch.env,
             SOCKET_VARIABLE: f"{self._folder.name}/agent",
             PARENT_VARIABLE: str(os.getpid()),
             SESSION_VARIABLE: str(os.getpid()),
@@ -103,17 +124,19 @@ class Ranks:
         if self._launcher:
             environment[LOGS_VARIABLE] = str(self._logs)
         if self._command:
-            environment, command = commands.environment(environment, len(self.ranks)), commands.words(config.launch)
+            environment, command = commands.environment(environment, len(self.ranks)), commands.words(launch)
         else:
             command = [sys.executable, "-m", f"perdure.training.engine.{_MODULES[self._launcher]}"]
             command += [str(len(self.ranks))] if self._launcher else []
+            command += map(str, (self._node, launch.nodes, *meeting)) if meeting else []
         agent = os.getpid()
         with files.open_private(self._own_log) as log:
             return subprocess.Popen(
                 command,
                 preexec_fn=(lambda: die_with_parent(agent)) if self._command else None,
+                pass_fds=(meeting.listener,) if meeting and meeting.listener >= 0 else (),
                 env=environment,
-                cwd=config.path.resolve().parent,
+                cwd=self._config.path.resolve().parent,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -133,15 +156,15 @@ class Ranks:
         return new + [source for rank in self.ranks for source in rank.sources]
 
     def receive(self) -> list[tuple[int, Message]]:
-        """New messages, each with the number of its rank."""
+        """New messages, each with the place of its rank among ours."""
         self._read()
         news, self._unread = self._unread, []
         return news
 
     def _read(self) -> None:
         self._accept()
-        for rank in self.ranks:
-            self._unread += [(rank.number, message) for message in rank.receive()]
+        for at, rank in enumerate(self.ranks):
+            self._unread += [(at, message) for message in rank.receive()]
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -161,19 +184,19 @@ class Ranks:
             self.verdict = ("config", wrong)
             wire.close()
             return
-        rank = self.ranks[number]
+        rank = self.ranks[number - self._first]
         told = wire.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         with contextlib.suppress(ProcessLookupError):  # dead already: its socket says so
             rank.is_process(_CREDENTIALS.unpack(told)[0])
         rank.wire = wire
-        wire.send({**self._welcome, "lease": self.leased}, tuple(self._slots[rank.number]))
+        wire.send({**self._welcome, "lease": self.leased}, tuple(self._slots[number - self._first]))
 
     def _wrong_rank(self, number: int) -> str:
         if number == UNKNOWN_RANK:
             return f"the launch command gives a process no rank: it must set one of {', '.join(RANKS)}"
-        if number >= len(self.ranks):
+        if not 0 <= number - self._first < len(self.ranks):
             return f"the launch command started a rank {number}, but launch.processes = {len(self.ranks)}"
-        return f"the launch command started two processes of rank {number}" if self.ranks[number].wire else ""
+        return f"the launch command started two processes of rank {number}" if self.ranks[number - self._first].wire else ""
 
     @property
     def phase(self) -> str:
@@ -204,6 +227,11 @@ class Ranks:
     def stopped(self) -> bool:
         return all(rank.stopped for rank in self.ranks)
 
+    @property
+    def left(self) -> bool:
+        """All have ended as they should."""
+        return self.finished or self.stopped
+
     # what they are told
 
     def send(self, message: Message) -> None:
@@ -229,29 +257,31 @@ class Ranks:
         return False
 
     def _is_over(self) -> bool:
-        if self._process.poll() is not None or self.verdict[0]:
+        if self._process is None or self._process.poll() is not None or self.verdict[0]:
             return True
         if not self._command:
-            self._look_for_unheard()
+            self._look_for_unheard(self._process.pid)
         gone = [rank for rank in self.ranks if rank.gone]
         if gone:
             self._read()
         return len(gone) == len(self.ranks) or any(rank.phase != "leaving" for rank in gone)
 
-    def _look_for_unheard(self) -> None:
+    def _look_for_unheard(self, launcher: int) -> None:
         """Ranks that the launcher has started and that ended before they could connect."""
         unheard = [rank for rank in self.ranks if not rank.pid]
         known = {rank.pid for rank in self.ranks}
-        dead = [pid for pid in children(self._process.pid) if pid not in known and start_time(pid) == 0] if unheard else []
+        dead = [pid for pid in children(launcher) if pid not in known and start_time(pid) == 0] if unheard else []
         for rank, pid in zip(unheard, dead, strict=False):
             rank.is_process(pid)
 
     def _reap(self) -> None:
         """End what is left, and learn how those ended that were gone before: as orphans of the launcher they are ours."""
+        if self._process is None:
+            return
         gone = [rank for rank in self.ranks if rank.gone]
         self._own_end = self._process.poll() or 0
         if self._command:
-            self._reap_command(gone)
+            self._reap_command(self._process, gone)
             return
         self._process.kill()
         self._process.wait()
@@ -263,7 +293,7 @@ class Ranks:
                 status = self._end_of(rank.pid)
                 rank.status = status if rank in gone else 0
 
-    def _reap_command(self, gone: list[Rank]) -> None:
+    def _reap_command(self, command: subprocess.Popen[bytes], gone: list[Rank]) -> None:
         """End the ranks first, for the command to notice. How those ended that were gone before, it alone has learned."""
         self._read()
         for rank in self.ranks:
@@ -272,11 +302,11 @@ class Ranks:
             elif rank.pid:
                 self._end_of(rank.pid)
         if not all(rank.pid for rank in self.ranks):
-            self._process.terminate()
+            command.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(COMMAND_END_SECS)
-        self._process.kill()
-        self._process.wait()
+            command.wait(COMMAND_END_SECS)
+        command.kill()
+        command.wait()
 
     @staticmethod
     def _end_of(pid: int) -> int:
@@ -287,7 +317,7 @@ class Ranks:
         return 0
 
     def kill(self) -> None:
-        if self._process.poll() is None:
+        if self._process is None or self._process.poll() is None:
             self.killed = True
             self._reap()
 
@@ -321,7 +351,7 @@ class Ranks:
         error_class, detail = self.blamed.failure
         if self.verdict[0]:
             return self.verdict
-        return error_class, f"{self.name}: {detail}" if error_class and len(self.ranks) > 1 else detail
+        return error_class, f"{self.name}: {detail}" if error_class and self._config.launch.world > 1 else detail
 
     @property
     def silent_end(self) -> tuple[str, str]:
@@ -331,12 +361,14 @@ class Ranks:
             return "infrastructure", f"{self.name} ended without a word{ended}"
         if self.status < 0:
             return "infrastructure", f"{self.name} was killed by {signal.Signals(-self.status).name}"
+        if self._config.launch.nodes > 1 and not any(rank.pid for rank in self.ranks):
+            return "infrastructure", f"no rank could be started here; the launcher ended with status {self.status}"
         return "user", f"{self.name} exited with status {self.status} before its last step"
 
     @property
     def name(self) -> str:
         """Of the rank to blame."""
-        return f"rank {self.blamed.number}" if len(self.ranks) > 1 else "rank"
+        return f"rank {self.blamed.number}" if self._config.launch.world > 1 else "rank"
 
     @property
     def log_path(self) -> Path:

@@ -18,6 +18,7 @@ from perdure.training.checkpoint import facts, space
 from perdure.training.checkpoint.audit import snapshots_digest
 from perdure.training.checkpoint.increment import choose_base
 from perdure.training.checkpoint.manifest import Manifest
+from perdure.training.checkpoint.nodes import Node, Share
 from perdure.training.checkpoint.shared import Part, parts
 from perdure.training.checkpoint.writer import write_checkpoint
 from perdure.training.errors import CheckpointDamaged, PerdureError
@@ -39,12 +40,16 @@ def save(run: RunDir, request: Message, snapshots: Sequence[Snapshot], run_id: s
         if any(not snapshot.whole or snapshot.step != name.step for snapshot in snapshots):
             return {"failed": f"slot holds no whole snapshot of step {name.step}", "errno": 0, "path": ""}
         stored = parts(snapshots, request["threads"])
-        make_room(run, request, sum(entry.nbytes for part in stored for entry in part.entries))
+        if not request["node"]:  # the others' disk is node 0's, which asks for all
+            raw_bytes = sum(entry.nbytes for part in stored for entry in part.entries)
+            make_room(run, request, raw_bytes * request["nodes"])
         manifest = write(run, run_id, name, request, stored)
     except OSError as error:
         return {"failed": str(error), "errno": error.errno or 0, "path": str(error.filename or run.checkpoint(name))}
     except PerdureError as error:
         return {"failed": str(error), "errno": 0, "path": str(run.checkpoint(name))}
+    if manifest is None:
+        return {"written": str(name), "step": name.step}
     return {
         "committed": str(name),
         "step": name.step,
@@ -65,11 +70,17 @@ def make_room(run: RunDir, request: Message, raw_bytes: int) -> None:
             raise OSError(errno.ENOSPC, problem, str(run.checkpoints))
 
 
-def write(run: RunDir, run_id: str, name: CheckpointName, request: Message, stored: Sequence[Part]) -> Manifest:
-    """Commit it. With `checkpoint.audit`, what was written must be what the slots held before."""
+def write(run: RunDir, run_id: str, name: CheckpointName, request: Message, stored: Sequence[Part]) -> Manifest | None:
+    """Commit it; None where node 0 does that. With `checkpoint.audit`, what was written must be what the slots held before."""
     audited = audit(name, stored)
-    base = None if request["full"] else choose_base(run)
     encoding, threads = request["encoding"], request["threads"]
+    if request["nodes"] > 1:
+        node, full = Node(request["node"], request["nodes"]), bool(request["full"])
+        share = Share(
+            run=run, run_id=run_id, name=name, node=node, stored=stored, full=full, encoding=encoding, threads=threads
+        )
+        return share.write()
+    base = None if request["full"] else choose_base(run)
     manifest = write_checkpoint(run, run_id, name, stored, encoding=encoding, threads=threads, base=base)
     if audited and manifest.state_digest != audited:
         problem = f"audit: step {name.step} changed in memory while it was written"

@@ -7,12 +7,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import msgspec
 
-from perdure.training import events
 from perdure.training.config import RunConfig
 from perdure.training.run_dir import RunDir
 from perdure.training.slots import Snapshot
@@ -22,6 +21,8 @@ MAX_ATTEMPTS = 3
 RETRY_SECS = 1.0
 DISK_FULL_RETRY_SECS = 2.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+Record = Callable[..., None]
+"""A kind of event and its data, token apart."""
 
 
 @dataclass(kw_only=True)
@@ -40,18 +41,30 @@ class Savers:
     snapshot is committed (or given up)."""
 
     def __init__(
-        self, run: RunDir, config: RunConfig, run_id: str, token: int, start: int, slots: list[list[int]], log: BinaryIO
+        self,
+        run: RunDir,
+        config: RunConfig,
+        run_id: str,
+        token: int,
+        start: int,
+        slots: list[list[int]],
+        node: int,
+        record: Record,
     ) -> None:
-        """`slots`: descriptors of each rank's."""
+        """`slots`: descriptors of each rank's. `record`: where events go."""
         self._newest = start
         """Newest step that is committed or was given to the saver; at first the step this launch resumed from."""
-        self._run, self._config, self._run_id, self._token, self._slots, self._log = run, config, run_id, token, slots, log
+        self._run, self._config, self._run_id, self._token, self._slots = run, config, run_id, token, slots
+        self._log = open(run.logs(token, node) / "saver.log", "ab")
+        self._record, self._nodes = record, config.launch.nodes
         self._settings: Message = {
             "token": token,
             "encoding": config.checkpoint.encoding,
             "threads": config.checkpoint.threads,
             "retention": msgspec.to_builtins(config.retention),
             "stored": bool(config.store_url),
+            "node": node,
+            "nodes": config.launch.nodes,
         }
         self._queue: list[_Pending] = []
         self._freed: list[tuple[int, ...]] = []
@@ -98,7 +111,7 @@ class Savers:
         if newest > self._newest:
             who = "the rank is gone; its" if len(found) == 1 else "a rank is gone; the"
             text = f"{who} newest snapshot in memory, of step {newest}, is saved"
-            events.record(self._run, "notice", text=text, token=self._token)
+            self._record("notice", text=text)
             self._submit(newest, {rank: slots[newest] for rank, slots in enumerate(found)})
 
     def take_freed(self) -> list[tuple[int, ...]]:
@@ -116,8 +129,8 @@ class Savers:
 
     def on_messages(self) -> None:
         for message in self.wire.receive():
-            if "committed" in message:
-                self._on_committed(message)
+            if "failed" not in message:
+                self._on_saved(message)
             else:
                 self._on_failed(str(message["failed"]), int(message["errno"]), str(message["path"]))
         self.work()
@@ -127,20 +140,21 @@ class Savers:
         self.on_messages()  # what it committed before it died
         status = self.process.wait()
         self.wire.close()
-        events.record(self._run, "notice", text=f"saver ended with status {status}; started another", token=self._token)
+        self._record("notice", text=f"saver ended with status {status}; started another")
         self._start()
         if self._queue and self._queue[0].running:
             self._on_failed(f"saver ended with status {status}", 0, "")
         self.work()
 
-    def _on_committed(self, message: Message) -> None:
+    def _on_saved(self, message: Message) -> None:
         done = self._queue.pop(0)
         self._freed.append(done.slots)
         self.committed_step = max(self.committed_step, done.step)
         if self.disk_full:
             self.disk_full = False
-            events.record(self._run, "notice", text="there is room on the disk again; saving goes on", token=self._token)
-        events.record(self._run, "checkpoint_committed", token=self._token, name=message.pop("committed"), **message)
+            self._record("notice", text="there is room on the disk again; saving goes on")
+        if "committed" in message:
+            self._record("checkpoint_committed", name=message.pop("committed"), **message)
 
     def _on_failed(self, problem: str, number: int, path: str) -> None:
         head = self._queue[0]
@@ -153,23 +167,20 @@ class Savers:
                 self._say_disk_full(head.step, path, problem)
             return
         head.not_before = time.monotonic() + RETRY_SECS
-        events.record(
-            self._run, "save_failed", token=self._token, step=head.step, error=problem, path=path, attempt=head.attempts
-        )
+        self._record("save_failed", step=head.step, error=problem, path=path, attempt=head.attempts)
         if head.attempts >= MAX_ATTEMPTS:
             self._queue.pop(0)
             self._freed.append(head.slots)
-            if head.step % self._config.run.chunk == 0 or head.step >= self._config.run.steps:
+            awaited = head.step % self._config.run.chunk == 0 or head.step >= self._config.run.steps
+            if awaited or self._nodes > 1:  # other nodes wait for ours
                 self.lost = f"checkpoint of step {head.step} could not be written: {problem}"
 
     def _say_disk_full(self, step: int, path: str, problem: str) -> None:
         usage = os.statvfs(self._run.root)
         free, inodes = usage.f_bavail * usage.f_frsize, usage.f_favail
         text = f"disk full: {path or self._run.root} has {free} bytes and {inodes} inodes free; step {step} waits"
-        events.record(
-            self._run,
+        self._record(
             "disk_full",
-            token=self._token,
             step=step,
             path=path,
             free_bytes=free,
@@ -182,6 +193,7 @@ class Savers:
         self.process.kill()
         self.process.wait()
         self.wire.close()
+        self._log.close()
 
 
 def _step_in(slot: int) -> int:

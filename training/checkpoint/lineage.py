@@ -60,16 +60,16 @@ def read_launches(run: RunDir) -> dict[int, LaunchRecord]:
     return found
 
 
-def write_end(run: RunDir, end: LaunchEnd) -> None:
+def write_end(run: RunDir, end: LaunchEnd, node: int = 0) -> None:
     """Texts of a user's error may hold what is no Unicode; it is replaced, never a reason not to write."""
     detail, tail = (text.encode("utf-8", "replace").decode() for text in (end.detail, end.log_tail))
     whole = msgspec.structs.replace(end, detail=detail, log_tail=tail)
-    files.write_atomically(run.launch_end(end.token), msgspec.json.encode(whole))
+    files.write_atomically(run.launch_end(end.token, node), msgspec.json.encode(whole))
 
 
-def read_end(run: RunDir, token: int) -> LaunchEnd | None:
+def read_end(run: RunDir, token: int, node: int = 0) -> LaunchEnd | None:
     try:
-        return msgspec.json.decode(files.read_limited(run.launch_end(token), MAX_RECORD), type=LaunchEnd)
+        return msgspec.json.decode(files.read_limited(run.launch_end(token, node), MAX_RECORD), type=LaunchEnd)
     except (OSError, ValueError, RecursionError):
         return None
 

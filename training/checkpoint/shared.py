@@ -34,7 +34,7 @@ def parts(snapshots: Sequence[Snapshot], threads: int) -> list[Part]:
             for rank in holders:
                 if rank != owner:
                     left_out[rank].add(path)
-    about = _about([snapshot.about for snapshot in snapshots])
+    about = merged([snapshot.about for snapshot in snapshots])
     return [
         Part(snapshot, tuple(entry for entry in snapshot.entries if entry.path not in left_out[rank]), about)
         for rank, snapshot in enumerate(snapshots)
@@ -69,7 +69,7 @@ def _is_same(snapshots: Sequence[Snapshot], holders: _Holders, owner: int) -> bo
     )
 
 
-def _about(told: Sequence[About]) -> About:
+def merged(told: Sequence[About]) -> About:
     """What rank 0 says; tokens are added up, and positions in the data that differ are listed rank by rank."""
     if len(told) == 1:
         return told[0]

@@ -207,6 +207,6 @@ class Session:
 def _place(link: Link | None) -> tuple[int, int, int]:
     """Rank, world size and local rank: as launched, or by hand as torchrun says."""
     if link is not None:
-        return link.rank, int(link.welcome["world"]), link.rank
+        return link.rank, int(link.welcome["world"]), link.rank - int(link.welcome["first_rank"])
     told = os.environ
     return int(told.get("RANK", 0)), int(told.get("WORLD_SIZE", 1)), int(told.get("LOCAL_RANK", 0))

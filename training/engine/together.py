@@ -37,11 +37,11 @@ class Together(Alone):
         self.world = world
         if not dist.is_initialized():
             raise ConfigError(
-                f"launch.processes = {world}, but torch.distributed is not initialised",
+                f"the launch is of {world} ranks, but torch.distributed is not initialised",
                 "call torch.distributed.init_process_group() before session.steps(), or train with one process",
             )
         if dist.get_world_size() != world:
-            raise ConfigError(f"launch.processes = {world}, but torch.distributed has {dist.get_world_size()} ranks")
+            raise ConfigError(f"the launch is of {world} ranks, but torch.distributed has {dist.get_world_size()} ranks")
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def agree(self) -> None:

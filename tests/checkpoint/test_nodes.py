@@ -1,0 +1,128 @@
+"""A checkpoint of two nodes: what all ranks have in common is stored once, all else by each rank, and it is there when both
+have written, or not at all."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from snapshots import RUN_ID, Source, random_bytes
+
+from perdure.training import files
+from perdure.training.checkpoint import manifest as manifests
+from perdure.training.checkpoint.manifest import Manifest
+from perdure.training.checkpoint.nodes import Node, Share
+from perdure.training.checkpoint.reader import open_checkpoint
+from perdure.training.checkpoint.shared import parts
+from perdure.training.checkpoint.verify import verify_folder
+from perdure.training.checkpoint.writer import write_checkpoint
+from perdure.training.errors import CheckpointDamaged
+from perdure.training.run_dir import CheckpointName, RunDir
+
+
+def rank(number: int, step: int) -> Source:
+    """Of two on each of two nodes. A model that changes a little, its bf16 copy, a generator, what only the two nodes have
+    different, a piece."""
+    master = np.random.default_rng(7).normal(0, 1, 50_000).astype(np.float32)
+    master[:step] = step
+    source = Source(step, data={"samples": 7, "tokens": 10})
+    source.plain("model", {"layers": 3})
+    source.array("model/master", master)
+    source.tensor("model/half", "bfloat16", master.shape, (master.view(np.uint32) >> 16).astype(np.uint16).tobytes())
+    source.array("model/table", np.arange(50_000, dtype=np.int64))
+    source.tensor("rng/cpu", "uint8", (5000,), random_bytes(number, 5000))
+    source.array("node", np.full(2000, number // 2, np.float32))
+    return source.array(f"piece%at/{number}", np.full(2000, number, np.float32))
+
+
+def share(run: RunDir, number: int, name: CheckpointName, *, full: bool = True) -> Manifest | None:
+    own: list[object] = [rank(at, name.step) for at in (2 * number, 2 * number + 1)]
+    stored = parts(own, 1)  # type: ignore[arg-type]  # sources in memory
+    node = Node(number, 2)
+    return Share(run=run, run_id=RUN_ID, name=name, node=node, stored=stored, full=full, encoding="auto", threads=1).write()
+
+
+def commit(run: RunDir, name: CheckpointName, *, full: bool = True) -> Manifest:
+    with ThreadPoolExecutor() as pool:
+        zero, one = pool.map(lambda number: share(run, number, name, full=full), (0, 1))
+    assert one is None
+    assert zero is not None
+    return zero
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+def test_two_nodes_store_what_one_with_all_the_ranks_would(run: RunDir, tmp_path: Path) -> None:
+    name = CheckpointName(2, 1)
+    found = commit(run, name)
+    alone = RunDir(tmp_path / "alone")
+    files.make_dirs(alone.checkpoints)
+    ranks: list[object] = [rank(number, 2) for number in range(4)]
+    wanted = write_checkpoint(alone, RUN_ID, name, parts(ranks, 1), encoding="auto", threads=1)  # type: ignore[arg-type]  # sources
+    assert (found.state_digest, found.raw_bytes, found.data) == (wanted.state_digest, wanted.raw_bytes, wanted.data)
+    assert verify_folder(run.checkpoint(name)) == []
+    assert {path.suffix for path in run.checkpoint(name).iterdir()} == {".pack", ".index", ".json"}, "what they told is gone"
+    with open_checkpoint(run.checkpoint(name)) as reader:
+        sizes = [sum(entry.nbytes for at in (0, 1) for entry in reader.rank_entries(node + at).values()) for node in (0, 2)]
+        assert max(sizes) < 600_000, "nobody stores all of the 780 kB"
+        for number in range(4):
+            state = reader.state(number)
+            owner, _ = state["node"]
+            assert bytes(reader.read("node", owner))[:4] == np.float32(number // 2).tobytes()
+            assert {"model/master", "model/half", "rng/cpu"} <= set(state)
+
+
+def test_both_write_against_the_same_base_and_find_their_leaves_there(run: RunDir) -> None:
+    full = commit(run, CheckpointName(2, 1))
+    files.make_dirs(run.launches)
+    increment = commit(run, CheckpointName(4, 1), full=False)
+    assert increment.base is None, "without a launch record there is no lineage, so no base"
+    run.launch_record(1).write_text(
+        f'{{"token":1,"resumed_from":null,"created":0,"host":"","pid":1,"run":"{RUN_ID}","owner":""}}'
+    )
+    increment = commit(run, CheckpointName(6, 1), full=False)
+    assert increment.base_name == CheckpointName(4, 1)
+    assert increment.stored_bytes < full.stored_bytes / 5
+    assert verify_folder(run.checkpoint(increment.name)) == []
+
+
+def test_a_node_that_was_killed_writes_again_and_the_same_comes_out(run: RunDir, tmp_path: Path) -> None:
+    name = CheckpointName(2, 1)
+    wanted = commit(run, name)
+    pieces = shutil.copytree(run.checkpoint(name), tmp_path / "pieces")
+    shutil.rmtree(run.checkpoint(name))
+    with ThreadPoolExecutor() as pool:
+        one = pool.submit(share, run, 1, name)
+        while not run.offer(name, 1).exists():
+            pass
+        (run.checkpoint(name) / ".rank-00001.pack.1-1.tmp").write_bytes(b"torn")
+        (run.checkpoint(name) / "rank-00000.pack").write_bytes((pieces / "rank-00000.pack").read_bytes()[:100])
+        found = share(run, 0, name)
+        assert one.result(60) is None
+    assert found is not None
+    assert found.files == wanted.files
+    assert not (run.checkpoint(name) / ".rank-00001.pack.1-1.tmp").exists()
+    assert share(run, 0, name) == manifests.read(run.checkpoint(name)), "asked again after the commit"
+    assert share(run, 1, name) is None
+
+
+def test_a_part_that_is_not_what_its_node_has_written_is_never_committed(run: RunDir) -> None:
+    name, other = CheckpointName(2, 1), CheckpointName(2, 2)
+    commit_first = ThreadPoolExecutor()
+    with commit_first as pool:
+        one = pool.submit(share, run, 1, name)
+        zero = pool.submit(share, run, 0, other)
+        for number, theirs, ours in ((0, other, name), (1, name, other)):
+            while not run.offer(theirs, number).exists():
+                pass
+            shutil.copy(run.offer(theirs, number), run.offer(ours, number))
+        one.result(60)
+        shutil.copy(run.part(name, 1), run.part(other, 1))
+        with pytest.raises(CheckpointDamaged, match="is of checkpoint 000000000002-0001"):
+            zero.result(60)
+    assert not manifests.is_committed(run, other)
+    assert not manifests.is_committed(run, name)
