@@ -267,6 +267,8 @@ def test_certificate_of_our_own_is_trusted_by_ca_bundle_and_else_refused_with_th
         opened("admin", endpoint=endpoint).size("x")
     assert "AWS_CA_BUNDLE" in caught.value.hint
     assert not caught.value.retryable
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(access.authority.with_name("none")))
+    assert opened("admin", endpoint=endpoint).send("x", b"1") is None
     monkeypatch.setenv("AWS_CA_BUNDLE", str(access.authority))
     store = opened("admin", endpoint=endpoint)
     name = made.commit(100, 1, pack=6 << 20)

@@ -52,8 +52,12 @@ class Lane:
         self._base = urlsplit(presigned)
         plain = self._limits.signature_version == "s3v4" and not bucket.endswith("--x-s3")
         self._open = bool(presigned) and plain and not get_environ_proxies(presigned)
-        secure = self._open and self._base.scheme == "https"
-        self._trusted = ssl.create_default_context(cafile=ca_bundle or get_cert_path(True)) if secure else None
+        self._trusted: ssl.SSLContext | None = None
+        if self._open and self._base.scheme == "https":
+            try:
+                self._trusted = ssl.create_default_context(cafile=ca_bundle or get_cert_path(True))
+            except OSError:  # boto3 says what is wrong with the file
+                self._open = False
         self._free: list[HTTPConnection] = []
         """Connections that wait for their next request."""
         weakref.finalize(self, _close, self._free)
