@@ -9,7 +9,7 @@ from typing import Any
 
 from perdure.training import amounts
 
-size, age = amounts.size, amounts.span
+size, age, counted = amounts.size, amounts.span, amounts.counted
 RIGHT = (int, float)
 
 
