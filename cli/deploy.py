@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _remove(args: argparse.Namespace) -> int:
     """What was trained stays where it is."""
-    names = [load_config(text, args.set).run.name if Path(text).exists() else text for text in args.configs]
+    names = [load_config(text, args.set).run.name if text.endswith(".toml") else text for text in args.configs]
     api.prepare()
     from perdure.deployments.retire import retire
 
