@@ -1,12 +1,12 @@
 """How does the cost of a save grow with the state? Stall and time to durable from 0.1 to 4 GB, as a plotted line."""
 
-import io
 import statistics
 from collections.abc import Iterator
 
 from benchmarks import state
 from benchmarks.measure import Values, scratch
 from benchmarks.ours import DEFAULT
+from benchmarks.plots import pyplot, svg
 from benchmarks.report import Section, Setting
 from benchmarks.saves import BASELINE, BEST_RAW, LARGE, interleaved, loaded, rows, save_once
 
@@ -16,13 +16,7 @@ Points = dict[str, list[Values]]
 
 
 def _plot(points: Points) -> str:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "perdure"
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, axes = pyplot().subplots(1, 2, figsize=(11, 4), layout="constrained")
     for axis, key, title in zip(axes, ("stall", "durable"), ("stall of the training step", "time to durable"), strict=True):
         for name, found in points.items():
             good = [point for point in found if key in point]
@@ -30,10 +24,7 @@ def _plot(points: Points) -> str:
         axis.set(title=title, xlabel="GB of AdamW state", ylabel="seconds", xscale="log", yscale="log")
         axis.grid(visible=True, which="both", alpha=0.3)
     axes[0].legend()
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
-    return out.getvalue()
+    return svg(figure)
 
 
 def _section(points: Points) -> Section:

@@ -6,7 +6,6 @@ compares it, and is measured without that, too: the work that the others do. Eac
 import contextlib
 import filecmp
 import importlib.metadata
-import io
 import os
 import select
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.measure import cpu_seconds, tree
+from benchmarks.plots import pyplot, svg
 from benchmarks.report import Section, Setting, Target
 from benchmarks.state import CACHE
 from benchmarks.travel_client import PART, WIDTH
@@ -239,19 +239,10 @@ def _target(speed: dict[Cell, float], shape: str, direction: str) -> Target:
 
 
 def _plot(speed: dict[Cell, float], cells: list[tuple[str, str]]) -> str:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "perdure"
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(2, 2, figsize=(11, 6), layout="constrained")
+    figure, panels = pyplot().subplots(2, 2, figsize=(11, 6), layout="constrained")
     for axis, cell in zip(panels.flat, cells, strict=True):
         rates = sorted((rate, client) for (client, *of), rate in speed.items() if of == list(cell))
         colours = ["tab:orange" if client in OURS else "tab:blue" for _, client in rates]
         axis.barh([client for _, client in rates], [rate for rate, _ in rates], color=colours)
         axis.set(title=" ".join(cell), xlabel="MB/s")
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
-    return out.getvalue()
+    return svg(figure)

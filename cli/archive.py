@@ -51,7 +51,8 @@ def _show(target: Target, found: "Survey") -> None:
     if rows:
         render.table(columns, rows)
     if found.unproven and target.config is not None and target.config.tiers:
-        print(f"{len(found.unproven)} checkpoints are not verified yet and do not count: `perdure verify {target.run.root}`")
+        count = render.counted(len(found.unproven), "checkpoint")
+        print(f"not verified yet, so not counted: {count}; `perdure verify {target.run.root}`")
 
 
 def _finish(args: argparse.Namespace, target: Target, found: "Survey", done: "Done | None") -> int:
@@ -77,7 +78,7 @@ def _summary(target: Target, found: "Survey", done: "Done | None") -> str:
         return f"nothing to archive: the tiers of {target.run.root} have what they are to have"
     steps = found.steps if done is None else tuple(done.copied)
     verb = "would make" if done is None else "made"
-    return f"{verb} {len(steps)} copies, {render.size(sum(step.bytes for step in steps))}"
+    return f"{verb} {render.counted(len(steps), 'copy', 'copies')}, {render.size(sum(step.bytes for step in steps))}"
 
 
 def _json(target: Target, found: "Survey", done: "Done | None") -> dict[str, Any]:  # Any: JSON values

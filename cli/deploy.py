@@ -2,6 +2,8 @@
 
 import argparse
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from perdure.cli import render
@@ -17,6 +19,9 @@ _LONGEST_SHOWN = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("configs", nargs="+", metavar="RUN.TOML", help="describes a run; its run.name names the deployments")
     parser.add_argument(
+        "--remove", action="store_true", help="take retired runs off the server, each named by its RUN.TOML or its run.name"
+    )
+    parser.add_argument(
         "--work-pool", default=DEFAULT_POOL, metavar="NAME", help="made as a process pool if missing; default: %(default)s"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting in all of them")
@@ -30,6 +35,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    return _remove(args) if args.remove else _deploy(args)
+
+
+def _remove(args: argparse.Namespace) -> int:
+    """What was trained stays where it is."""
+    names = [load_config(text, args.set).run.name if text.endswith(".toml") else text for text in args.configs]
+    api.prepare()
+    from perdure.deployments.retire import retire
+
+    with api.connected() as client:
+        items = [item for name in dict.fromkeys(names) for item in retire(client, name, dry_run=args.dry_run)]
+    if args.json:
+        print(
+            redact(json.dumps({"api": api.api_url(), "dry_run": args.dry_run, "removed": len(items), "items": _shown(items)}))
+        )
+        return 0
+    for item in items:
+        _show(item)
+    would = "would be " if args.dry_run else ""
+    print(f"{len(items)} {would}removed" if items else f"nothing to do: {api.api_url()} has none of {', '.join(names)}")
+    return 0
+
+
+def _deploy(args: argparse.Namespace) -> int:
     runs = [load_config(path, args.set) for path in args.configs]
     if not args.work_pool.strip():
         raise ConfigError("--work-pool is empty", f"leave it out for {DEFAULT_POOL}")
@@ -37,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--stall-after {args.stall_after} is out of range", "use 10 seconds (0.003) to a year, in hours")
     api.prepare()
     from perdure.deployments.deploy import Settings, deploy
+    from perdure.deployments.retire import orphans
 
     settings = Settings(pool=args.work_pool, stall_secs=args.stall_after * 3600, notify_block=args.notify_block)
     items = []
@@ -45,7 +75,10 @@ def run(args: argparse.Namespace) -> int:
             items.append(item)
             if not args.json:
                 _show(item)
-    _finish(args, items)
+        lost = dict(orphans(client))
+    for name, path in lost.items() if not args.json else ():
+        print(render.visible(f"{name} is deployed, and {path} is not here; if it is retired: perdure deploy --remove {name}"))
+    _finish(args, items, lost)
     return 0
 
 
@@ -61,20 +94,23 @@ def _short(value: Any) -> str:  # Any: JSON values
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
-def _finish(args: argparse.Namespace, items: list[Any]) -> None:  # Any: as in _show
+def _shown(items: list[Any]) -> list[dict[str, Any]]:  # Any: as in _show; JSON values
+    return [
+        {
+            "kind": item.kind,
+            "name": item.name,
+            "action": item.action,
+            "changes": [{"field": one.field, "old": one.old, "new": one.new} for one in item.changes],
+        }
+        for item in items
+    ]
+
+
+def _finish(args: argparse.Namespace, items: list[Any], lost: Mapping[str, Path]) -> None:  # Any: as in _show
     counts = {word: sum(item.action == word for item in items) for word in ("created", "changed", "unchanged")}
     if args.json:
-        shown = [
-            {
-                "kind": item.kind,
-                "name": item.name,
-                "action": item.action,
-                "changes": [{"field": one.field, "old": one.old, "new": one.new} for one in item.changes],
-            }
-            for item in items
-        ]
-        text = redact(json.dumps({"api": api.api_url(), "dry_run": args.dry_run, **counts, "items": shown}))
-        print(text)
+        told = {"not_here": {name: str(path) for name, path in lost.items()}, "items": _shown(items)}
+        print(redact(json.dumps({"api": api.api_url(), "dry_run": args.dry_run, **counts, **told})))
         return
     if not counts["created"] and not counts["changed"]:
         print(f"nothing to do: {api.api_url()} has all of it already")

@@ -138,7 +138,7 @@ def _print(found: "list[LeafDiff]", heads: list[dict[str, Any]], args: argparse.
         _print_values(one, None if args.all else VALUES)
     if len(found) > len(shown):
         print(f"and {len(found) - len(shown)} more; --all shows them")
-    print(f"{len(found)} leaves differ between {names[0]} and {names[1]}")
+    print(f"different between {names[0]} and {names[1]}: {render.counted(len(found), 'leaf', 'leaves')}")
 
 
 def _row(one: "LeafDiff") -> tuple[object, ...]:
@@ -147,7 +147,7 @@ def _row(one: "LeafDiff") -> tuple[object, ...]:
     if one.what == "retyped":
         kinds = f"{one.old} -> {one.new}"
     if one.what != "changed":
-        return (name, one.what, kinds, "", "", "", f"{len(one.values)} values" if one.what == "values" else "")
+        return (name, one.what, kinds, "", "", "", render.counted(len(one.values), "value") if one.what == "values" else "")
     note = f"{one.not_finite} NaN or infinite" if one.not_finite else ""
     return (name, one.what, kinds, f"{one.share:.2%}", f"{one.max_abs:.3g}", f"{one.rms:.3g}", note)
 

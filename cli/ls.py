@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             print(thaw.line(other))
     left = [path for path in leftovers if not any(path == f"checkpoints/{one.name}" for one in listed)]
     if left:
-        print(f"{len(left)} leftovers of a crash, first {left[0]}")
+        print(f"{render.counted(len(left), 'leftover')} of a crash, first {left[0]}")
     return 0
 
 

@@ -119,12 +119,16 @@ def _finish(args: argparse.Namespace, target: Target, found: Survey, done: Done 
         print(f"nothing to prune in {target.run.root}: {settings.said()}")
         return
     if done is None:
-        count = (len(found.plan.remove), sum(one.goes for one in found.leftovers))
-        print(f"would delete {count[0]} checkpoints and {count[1]} leftovers, {render.size(found.freed)}")
+        goes = _counts(len(found.plan.remove), sum(one.goes for one in found.leftovers))
+        print(f"would delete {goes}, {render.size(found.freed)}")
         return
     for name, why in done.spared.items():
         print(render.visible(f"left {name}: {why}"))
-    print(f"deleted {len(done.removed)} checkpoints and {len(done.swept)} leftovers, {render.size(done.freed)} freed")
+    print(f"deleted {_counts(len(done.removed), len(done.swept))}, {render.size(done.freed)} freed")
+
+
+def _counts(checkpoints: int, leftovers: int) -> str:
+    return f"{render.counted(checkpoints, 'checkpoint')} and {render.counted(leftovers, 'leftover')}"
 
 
 def _json(target: Target, found: Survey, done: Done | None, settings: RetentionSection) -> dict[str, Any]:  # Any: JSON values
@@ -196,7 +200,7 @@ def _place(target: Target, word: str) -> "tuple[ObjectStore, RetentionSection | 
 def _show_place(found: "places.Survey") -> None:
     rows = _rows(found.plan.verdicts)
     for one in found.leftovers:
-        what = f"{one.name}: {len(one.files)} files"
+        what = f"{one.name}: {render.counted(len(one.files), 'file')}"
         rows.append((what, "remove" if one.goes else "keep", render.size(one.bytes), f"leftover: {one.reason}"))
     if rows:
         render.table(("checkpoint", "action", "size", "reason"), rows)
@@ -206,13 +210,13 @@ def _say_place(url: str, found: "places.Survey", done: "sweep.Done | None", sett
     if found.empty:
         print(f"nothing to prune in {url}: {settings.said()}")
     elif done is None:
-        count = (len(found.plan.remove), sum(one.goes for one in found.leftovers) + found.uploads)
-        print(f"would delete {count[0]} checkpoints and {count[1]} leftovers from {url}, {render.size(found.freed)}")
+        goes = _counts(len(found.plan.remove), sum(one.goes for one in found.leftovers) + found.uploads)
+        print(f"would delete {goes} from {url}, {render.size(found.freed)}")
     else:
         for name, why in done.spared.items():
             print(render.visible(f"left {name}: {why}"))
-        count = (len(done.removed), len(done.swept) + done.uploads)
-        print(f"deleted {count[0]} checkpoints and {count[1]} leftovers from {url}, {render.size(done.freed)} freed")
+        gone = _counts(len(done.removed), len(done.swept) + done.uploads)
+        print(f"deleted {gone} from {url}, {render.size(done.freed)} freed")
 
 
 def _place_json(found: "places.Survey", done: "sweep.Done | None") -> dict[str, Any]:  # Any: JSON values

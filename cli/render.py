@@ -9,7 +9,7 @@ from typing import Any
 
 from perdure.training import amounts
 
-size, age = amounts.size, amounts.span
+size, age, counted = amounts.size, amounts.span, amounts.counted
 RIGHT = (int, float)
 
 
@@ -19,6 +19,8 @@ def print_json(value: Mapping[str, Any]) -> None:  # Any: JSON values
 
 def visible(text: str) -> str:
     """Text from elsewhere (a user's error, a foreign file) for a terminal: control characters as escapes, lines kept."""
+    if text.isprintable():
+        return text
     return "\n".join(
         "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line) for line in text.split("\n")
     )

@@ -15,6 +15,7 @@ from perdure.training.run_dir import CheckpointName
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     add_selection(parser, "the checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be rolled up, change nothing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -23,17 +24,34 @@ def run(args: argparse.Namespace) -> int:
     target = resolve(args.target, args.set)
     target.started()
     name = _chosen(target, args)
+    if args.dry_run:
+        return _dry_run(args, target, name)
     with upkeep(target.run):
         before = manifest_of(target.run, name)
         with render.Progress(f"roll up {name.step}", 2 * before.raw_bytes, quiet=args.json) as progress:
             after = roll_up(target.run, name, progress=progress.at)
     if args.json:
         base = str(before.base_name) if before.base_name else None
-        told = {"name": str(name), "step": name.step, "base": base, "rolled_up": before.base is not None}
+        told = {"name": str(name), "step": name.step, "base": base, "dry_run": False, "rolled_up": before.base is not None}
         sizes = {"stored_bytes_before": before.stored_bytes, "stored_bytes": after.stored_bytes}
         render.print_json({"run_dir": str(target.run.root), **told, **sizes, "state_digest": after.state_digest})
     else:
         print(_said(name, before, after))
+    return 0
+
+
+def _dry_run(args: argparse.Namespace, target: Target, name: CheckpointName) -> int:
+    found = manifest_of(target.run, name)
+    if args.json:
+        base = str(found.base_name) if found.base_name else None
+        told = {"name": str(name), "step": name.step, "base": base, "dry_run": True, "rolled_up": False}
+        render.print_json({"run_dir": str(target.run.root), **told, "stored_bytes": found.stored_bytes})
+    elif found.base_name is None:
+        print(f"nothing to roll up: {name} is a full already")
+    else:
+        base_bytes = manifest_of(target.run, found.base_name).stored_bytes
+        sizes = f"{render.size(found.stored_bytes)} and the {render.size(base_bytes)} of its base {found.base_name}"
+        print(f"would roll up {name}: a full of its {sizes}, which it would no longer need")
     return 0
 
 

@@ -50,7 +50,10 @@ def _show(target: Target, found: "Survey", chosen: "list[Copy]", done: "Done | N
     results = {one.copy.key: one for one in done.found} if done else {}
     if not chosen:
         many = len(found.copies)
-        print(f"nothing to scrub: {target.run.root} has " + (f"{many} copies of checkpoints" if many else "no checkpoint yet"))
+        print(
+            f"nothing to scrub: {target.run.root} has "
+            + (f"{render.counted(many, 'copy', 'copies')} of checkpoints" if many else "no checkpoint yet")
+        )
     else:
         rows: list[tuple[object, ...]] = []
         for copy in chosen:
@@ -60,7 +63,7 @@ def _show(target: Target, found: "Survey", chosen: "list[Copy]", done: "Done | N
         render.table(("checkpoint", "copy", "size", "checked", "result", "reason"), rows)
         print(_summary(found, chosen, done))
     if found.frozen:
-        print(f"{found.frozen} copies were left out: they have to be thawed first")
+        print(f"left out until thawed: {render.counted(found.frozen, 'copy', 'copies')}")
     for place, why in problems.items():
         print(render.visible(f"{place} was left out: {why}"))
 
@@ -70,7 +73,7 @@ def _last(moment: float) -> str:
 
 
 def _summary(found: "Survey", chosen: "list[Copy]", done: "Done | None") -> str:
-    share = f"{len(chosen)} of {len(found.copies)} copies"
+    share = f"{len(chosen)} of {render.counted(len(found.copies), 'copy', 'copies')}"
     if done is None:
         return f"would read {share}, {render.size(sum(copy.bytes for copy in chosen))}"
     counts = ", ".join(f"{done.count(word)} {word}" for word in ("good", "repaired", "damaged", "skipped") if done.count(word))

@@ -128,7 +128,7 @@ def lines(status: _Status) -> list[tuple[str, str]]:
     shown = [("run", f"{status['name']} ({status['run_id'] or 'not started'})"), ("directory", status["run_dir"])]
     shown += [
         ("state", status["state"].replace("_", " ")),
-        ("step", f"{step} of {total} ({step / total:.0%}), {status['launches']} launches"),
+        ("step", f"{step} of {total} ({step / total:.0%}), {render.counted(status['launches'], 'launch', 'launches')}"),
     ]
     newest = [
         f"{word} {status[f'newest_{word}_step']}"

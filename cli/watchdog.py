@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         ("run", "state", "reason", "action"), [(o.run.root, o.verdict.state, o.verdict.reason, o.action) for o in attended]
     )
     if not any(one.verdict.needs_help for one in attended):
-        print(f"nothing to do: {len(attended)} runs, none of them dead")
+        print(f"nothing to do: {render.counted(len(attended), 'run')}, none dead")
     return 0
 
 

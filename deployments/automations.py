@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 HEARTBEAT_SECS = 180.0
 """Six heartbeats: a server or network that is away for a minute is no death."""
 STALL_SECS = 6 * 3600.0
+_STALE, _STUCK = "stale heartbeat", "no progress"
 _LEFT = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling")
+
+
+def names_of(run: str) -> list[str]:
+    """Of all automations of one run."""
+    return [_name(run, what) for what in (_STALE, _STUCK)]
+
+
+def _name(run: str, what: str) -> str:
+    return f"perdure {run}: {what}"
 
 
 def stale_heartbeat(
@@ -38,7 +48,7 @@ def stale_heartbeat(
         within=timedelta(seconds=within),
     )
     about = "A flow run of this training run sends no heartbeat any more: its row is closed."
-    return AutomationCore(name=f"perdure {run}: stale heartbeat", description=about, trigger=trigger, actions=[crash, *then])
+    return AutomationCore(name=_name(run, _STALE), description=about, trigger=trigger, actions=[crash, *then])
 
 
 def no_progress(run: str, deployment: UUID, then: "Sequence[ActionTypes]", within: float = STALL_SECS) -> "AutomationCore":
@@ -59,9 +69,7 @@ def no_progress(run: str, deployment: UUID, then: "Sequence[ActionTypes]", withi
         within=timedelta(seconds=within),
     )
     about = "No chunk of this training run was finished for too long."
-    return AutomationCore(
-        name=f"perdure {run}: no progress", description=about, trigger=trigger, actions=[*(then or [DoNothing()])]
-    )
+    return AutomationCore(name=_name(run, _STUCK), description=about, trigger=trigger, actions=[*(then or [DoNothing()])])
 
 
 def _of(deployment: UUID) -> dict[str, str | list[str]]:

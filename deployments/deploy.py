@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prefect.events.actions import ActionTypes
 
 Fields = dict[str, Any]  # Any: JSON values
-Action = Literal["created", "changed", "unchanged", "found", "not there"]
+Action = Literal["created", "changed", "unchanged", "removed", "found", "not there"]
 
 
 @dataclass(frozen=True)
@@ -234,8 +234,8 @@ def _automations(
 
     train, watchdog = ids["train"], ids.get("watchdog")
     if train is None:  # a dry run of what is not there yet
-        for name in ("stale heartbeat", "no progress"):
-            yield Item(kind="automation", name=f"perdure {run}: {name}", action="created")
+        for name in automations.names_of(run):
+            yield Item(kind="automation", name=name, action="created")
         return
     restart: list[ActionTypes] = (
         [RunDeployment(source="selected", deployment_id=watchdog, parameters=None, job_variables=None)] if watchdog else []

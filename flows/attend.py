@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from perdure.flows.restart import Attempt, Decision, attempts_of, decide
 from perdure.training import events, files
 from perdure.training.agent.lock import RunLock, end_agent, is_held
+from perdure.training.amounts import counted
 from perdure.training.config import load_config
 from perdure.training.errors import PerdureError, RunBusy
 from perdure.training.run_dir import RunDir
@@ -118,7 +119,9 @@ def _restart(run: RunDir, verdict: Verdict, means: Means) -> Attended:
             from perdure.tasks import watchdog as tasks
 
             closed = tasks.close_rows(means.client, run, config)
-            means.say(f"{closed} rows of the dead flow run were closed in Prefect" if closed else "no open rows in Prefect")
+            means.say(
+                f"closed in Prefect: {counted(closed, 'row')} of the dead flow run" if closed else "no open rows in Prefect"
+            )
     if not decision.restart:
         _tell(run, now, decision.reason)
         return Attended(run=run, verdict=verdict, action=decision.reason)

@@ -6,6 +6,7 @@ from prefect import flow
 
 from perdure.tasks.blocks import load_secrets
 from perdure.tasks.scrub import scrub as scrub_run
+from perdure.training.amounts import counted
 from perdure.training.config import load_config
 from perdure.training.errors import CheckpointDamaged, StoreError
 
@@ -22,7 +23,7 @@ def scrub(
     done: dict[str, Any] = scrub_run(checked, budget, dry_run)
     if done["damaged"]:
         raise CheckpointDamaged(
-            f"{checked.run_dir}: {done['damaged']} copies are damaged beyond repair and quarantined",
+            f"{checked.run_dir}: quarantined, as damaged beyond repair: {counted(done['damaged'], 'copy', 'copies')}",
             hint="see `perdure ls`; the newest good checkpoint is used to go on",
         )
     if done["problems"]:

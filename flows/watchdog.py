@@ -21,7 +21,8 @@ def watchdog(
     load_secrets(checked)
     run = RunDir(checked.run_dir)
     if not run.run_json.exists():
-        log.info("Nothing to watch: run %s has not started.", checked.run.name)
+        name = checked.run.name
+        log.info("Nothing to watch: %s is not there. A run that is gone: `perdure deploy --remove %s`.", run.run_json, name)
         return {"state": "new", "action": ""}
     with get_client(sync_client=True) as client:
         [done] = watch([run], patience, Means(client=client, dry_run=dry_run, say=log.info))

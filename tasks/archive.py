@@ -8,6 +8,7 @@ from prefect.cache_policies import NO_CACHE
 from perdure.tasks import background
 from perdure.tasks.notify import deliver
 from perdure.training import events
+from perdure.training.amounts import counted, size
 from perdure.training.config import RunConfig
 from perdure.training.errors import RunBusy
 from perdure.training.run_dir import RunDir
@@ -56,7 +57,8 @@ def said(done: Done) -> str:
     for step in done.copied:
         counts.setdefault(step.tier, []).append(step)
     parts = [
-        f"{len(steps)} checkpoints ({sum(step.bytes for step in steps):,} bytes) to {tier}" for tier, steps in counts.items()
+        f"{counted(len(steps), 'checkpoint')} ({size(sum(step.bytes for step in steps))}) to {tier}"
+        for tier, steps in counts.items()
     ]
     parts += [f"{tier} was left: {why}" for tier, why in done.problems.items()]
     return "; ".join(parts)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from perdure.tasks import charts
 from perdure.training import events
-from perdure.training.amounts import size, span
+from perdure.training.amounts import counted, size, span
 from perdure.training.drill.record import Drill, append_drill, read_drills
 from perdure.training.redact import redact
 from perdure.training.run_dir import RunDir
@@ -53,7 +53,9 @@ def _point(held: Drill) -> str:
         return "nothing came back"
     if held.point_steps is None:
         return f"at most {span(held.point_secs)} of training (the run directory is not here)"
-    return f"{held.point_steps:,} steps, {span(held.point_secs)} of training" if held.point_steps else "nothing is lost"
+    return (
+        f"{counted(held.point_steps, 'step')}, {span(held.point_secs)} of training" if held.point_steps else "nothing is lost"
+    )
 
 
 def _time(held: Drill) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from perdure.training.amounts import counted
 from perdure.training.events import Event
 from perdure.training.redact import redact
 
@@ -169,7 +170,7 @@ def _restarted(view: View, data: _Data, at: float) -> Card:
 def _failed(view: View, data: _Data, at: float) -> Card:
     error_class, step = str(data.get("error_class", "unknown")), _int(data, "step", view.step)
     good = _int(data, "last_good", view.verified_step)
-    lost = f" ({step - good} steps before)" if 0 <= good < step else ""
+    lost = f" ({counted(step - good, 'step')} before)" if 0 <= good < step else ""
     view.state = f"failed ({error_class}): {data.get('next', '')}"[:400]
     facts = [
         ("Class", error_class),
@@ -297,5 +298,5 @@ def coalesce(cards: Sequence[tuple[Card, int]], most: int) -> list[tuple[Card, i
         return list(cards)
     older, rest = cards[: len(cards) - most + 1], cards[len(cards) - most + 1 :]
     lines = "\n".join(card.title for card, _ in older)
-    told = Card(title=f"{len(older)} earlier events", facts=(("", lines),), page=any(card.page for card, _ in older))
+    told = Card(title=counted(len(older), "earlier event"), facts=(("", lines),), page=any(card.page for card, _ in older))
     return [(told, older[-1][1]), *rest]

@@ -11,7 +11,7 @@ from perdure.tasks import charts
 from perdure.tasks.curve import Curve
 from perdure.tasks.ledger import Ledger, account
 from perdure.training import events
-from perdure.training.amounts import size, span
+from perdure.training.amounts import counted, size, span
 from perdure.training.checkpoint import catalog, facts, lineage
 from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.lineage import LaunchRecord
@@ -68,7 +68,7 @@ def render(run: RunDir, info: RunInfo, curve: Curve, *, links: str, live: bool, 
         summary=summary,
         card="\n\n".join([summary, headline, *([loss] if loss else [])]),
         checkpoints=[_row(one, now) for one in reversed(listed)][:MAX_CHECKPOINTS],
-        about_checkpoints=f"{len(listed)} checkpoints, newest first\n\nAs of {_when(now)}{stored}",
+        about_checkpoints=f"{counted(len(listed), 'checkpoint')}, newest first\n\nAs of {_when(now)}{stored}",
         percent=round(min(100.0, 100.0 * step / info.steps), 2),
         launch=launch,
     )

@@ -10,6 +10,7 @@ from perdure.tasks import background
 from perdure.tasks.notify import deliver
 from perdure.training import events
 from perdure.training.agent import lock
+from perdure.training.amounts import counted, size
 from perdure.training.checkpoint import prune as pruning
 from perdure.training.checkpoint.prune import Done, Survey
 from perdure.training.checkpoint.retention import Plan
@@ -91,17 +92,17 @@ def _log(plan: Plan, empty: bool, where: str = "") -> None:
     for verdict in (*plan.roll_ups, *plan.remove):
         log.info("%s %s%s: %s.", "Roll up" if verdict.roll_up else "Remove", verdict.name, where, "; ".join(verdict.reasons))
     if empty:
-        log.info("Nothing to prune%s: %d checkpoints are kept.", where, len(plan.keep))
+        log.info("Nothing to prune%s: kept %s.", where, counted(len(plan.keep), "checkpoint"))
 
 
 def said(done: Done | sweep.Done) -> str:
     """What a prune did, in one sentence."""
-    counts = [(len(done.removed), "checkpoints"), (len(done.swept), "leftovers")]
-    parts = [f"{count} {word} deleted" for count, word in counts if count]
+    counts = [(len(done.removed), "checkpoint"), (len(done.swept), "leftover")]
+    parts = [f"{counted(count, word)} deleted" for count, word in counts if count]
     rolled_up = len(done.rolled_up) if isinstance(done, Done) else 0
-    parts += [f"{rolled_up} milestones rolled up"] if rolled_up else []
+    parts += [f"{counted(rolled_up, 'milestone')} rolled up"] if rolled_up else []
     parts += [f"{len(done.spared)} left for later"] if done.spared else []
-    return f"{', '.join(parts)}; {done.freed:,} bytes freed"
+    return f"{', '.join(parts)}; {size(done.freed)} freed"
 
 
 def _told(

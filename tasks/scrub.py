@@ -7,6 +7,7 @@ from prefect.cache_policies import NO_CACHE
 
 from perdure.tasks import background
 from perdure.tasks.notify import deliver
+from perdure.training.amounts import counted, size
 from perdure.training.config import RunConfig
 from perdure.training.run_dir import RunDir
 from perdure.training.travel import scrub as scrubbing
@@ -26,19 +27,20 @@ def scrub(config: RunConfig, budget: str, dry_run: bool) -> dict[str, Any]:  # A
     copies, problems = found.copies, dict(found.problems)
     chosen = choose(copies, parse_budget(budget, found.readable_bytes))
     names = [f"{copy.place}:{copy.name}" for copy in chosen]
+    total = counted(len(copies), "copy", "copies")
     if found.frozen:
-        log.info("%d copies were left out: they have to be thawed first.", found.frozen)
+        log.info("Left out until thawed: %s.", counted(found.frozen, "copy", "copies"))
     if not chosen:
-        log.info("Nothing to scrub: run %s has %d copies, budget %s.", config.run.name, len(copies), budget)
+        log.info("Nothing to scrub: run %s has %s, budget %s.", config.run.name, total, budget)
     elif dry_run:
-        log.info("Would read %d of %d copies.", len(chosen), len(copies))
+        log.info("Would read %d of %s.", len(chosen), total)
     if dry_run or not chosen:
         return {"copies": len(copies), "chosen": names, "damaged": 0, "problems": problems}
     done = scrubbing.scrub(run, [place for place in places if place.word not in problems], copies, chosen)
     for one in done.found:
         if one.outcome != "good":
             log.warning("The %s copy of %s is %s: %s.", one.copy.place, one.copy.name, one.outcome, one.reason)
-    log.info("Read %d of %d copies, %d bytes.", len(chosen), len(copies), done.bytes_read)
+    log.info("Read %d of %s, %s.", len(chosen), total, size(done.bytes_read))
     deliver(run, config.notify, logger=log)
     counts = {word: done.count(word) for word in ("good", "repaired", "damaged", "skipped")}
     return {

@@ -12,7 +12,7 @@ from typing import Any
 from perdure.tasks.curve import Curve, Trace
 from perdure.tasks.ledger import PARTS, TRAINING, Ledger, account
 from perdure.training import events, watchdog
-from perdure.training.amounts import size, span
+from perdure.training.amounts import counted, size, span
 from perdure.training.checkpoint import catalog, lineage
 from perdure.training.checkpoint.catalog import Listed
 from perdure.training.checkpoint.facts import GOOD
@@ -171,7 +171,8 @@ def markdown(found: Digest) -> str:
     other = sorted(((secs, part) for part, secs in found.times.items() if part != TRAINING and secs >= 1), reverse=True)
     lines = [
         f"- state: {found.state}, step {found.step:,} of {found.total_steps:,}",
-        f"- made: {found.steps_made:,} steps in {found.chunks} chunks, {found.launches} launches",
+        f"- made: {counted(found.steps_made, 'step')} in {counted(found.chunks, 'chunk')}, "
+        f"{counted(found.launches, 'launch', 'launches')}",
         f"- failures: {failures}; lost steps: {found.lost_steps:,}",
         f"- newest verified: {_said(found.verified_step, found.verified_age)}",
         f"- newest in the store: {_said(found.replicated_step, found.replicated_age)}",

@@ -1,4 +1,4 @@
-"""How bytes and times are worded wherever a person reads them."""
+"""How bytes, times and numbers of things are worded wherever a person reads them."""
 
 
 def size(count: float) -> str:
@@ -18,3 +18,8 @@ def span(seconds: float) -> str:
     if minutes < 60:
         return f"{int(minutes)} min {int(seconds % 60)} s"
     return f"{int(hours)} h {int(minutes % 60)} min" if hours < 48 else f"{int(days)} d {int(hours % 24)} h"
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """`1 checkpoint`, `2 checkpoints`; `many` where it is not `one` with an s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -357,7 +357,10 @@ def remove_tree(path: Path) -> None:
 def read_limited(path: Path, limit: int) -> bytes:
     """The whole file; ValueError when it is larger than `limit` bytes (a hostile or foreign file)."""
     with open(path, "rb") as file:
-        data = file.read(limit + 1)
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(min(size, limit) + 1)  # memory for all of `limit` would take longer than the reading
+        if len(data) > size:  # it grows, or is no plain file
+            data += file.read(limit + 1 - len(data))
     if len(data) > limit:
         raise ValueError(f"{path} is larger than {limit} bytes")
     return data

@@ -172,7 +172,7 @@ class RunDir:
         return self.root / "checkpoints"
 
     def checkpoint(self, name: CheckpointName) -> Path:
-        return self.checkpoints / str(name)
+        return self.root.joinpath("checkpoints", str(name))  # in one step: this is asked for thousands of them
 
     @property
     def pins(self) -> Path:
@@ -183,7 +183,7 @@ class RunDir:
         return self.pins / f"{label}.json"
 
     def manifest(self, name: CheckpointName) -> Path:
-        return self.checkpoint(name) / MANIFEST
+        return self.root.joinpath("checkpoints", str(name), MANIFEST)
 
     def offer(self, name: CheckpointName, node: int) -> Path:
         """What a node has of a checkpoint of several nodes, until it is committed."""
@@ -195,7 +195,7 @@ class RunDir:
 
     def fact(self, name: CheckpointName, copy: str) -> Path:
         """The checker's fact about one copy: `local`, `store`, or the name of a tier."""
-        return self.checkpoint(name) / f"check-{copy}.json"
+        return self.root.joinpath("checkpoints", str(name), f"check-{copy}.json")
 
     @staticmethod
     def place_of_fact(file: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from perdure.deployments.checks.finding import Finding, Subject, clock, fail, failed, ok, skip, skip_all, warn
+from perdure.training.amounts import counted
 from perdure.training.errors import ConfigError, ObjectNotFound, StoreConflict, StoreError
 from perdure.training.run_dir import RunDir
 from perdure.training.storage.store import ObjectStore, open_store
@@ -111,7 +112,7 @@ class _Probe:
             return warn(name, f"a killed upload starts again from its first part: {error}", fix)
         if old:
             fix = "add a lifecycle rule AbortIncompleteMultipartUpload to the bucket"
-            return warn(name, f"{len(old)} uploads were begun over a week ago and never finished; they cost money", fix)
+            return warn(name, f"begun over a week ago, never finished, costing money: {counted(len(old), 'upload')}", fix)
         return ok(name, "no old unfinished uploads")
 
     def delete(self) -> Finding:

@@ -17,7 +17,8 @@ def test_two_checkpoints_of_a_run(made: Any, command: Command) -> None:
     head, row, last = answer.out.splitlines()
     assert head.split() == ["leaf", "what", "type", "differ", "max", "rms"]
     assert row.split() == ["model/step", "changed", "int64[]", "100.00%", "20", "20"]
-    assert last.startswith("1 leaves differ between step 20 of tiny-")
+    assert last.startswith("different between step 20 of tiny-")
+    assert last.endswith(": 1 leaf")
     assert "\x1b" not in answer.out
 
 

@@ -53,7 +53,7 @@ def test_ls_shows_plain_columns_and_what_is_outside_the_history(made: Any, comma
     assert first.split()[:3] == ["20", "1", "written"]
     assert "manifest" in first
     assert "not in the present history" in second
-    assert left == "1 leftovers of a crash, first checkpoints/000000000050-0002"
+    assert left == "1 leftover of a crash, first checkpoints/000000000050-0002"
     assert "\x1b" not in answer.out
     assert command("ls", made.toml, "--json").json["checkpoints"][0]["problem"]
 

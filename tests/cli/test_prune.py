@@ -34,7 +34,7 @@ def test_a_dry_run_shows_a_reason_for_each_and_deletes_nothing(made: Any, comman
     assert first.endswith("older than what is kept")
     assert second.split()[:2] == ["000000000040-0001", "keep"]
     assert second.endswith("one of the newest 1; the newest verified")
-    assert last.startswith("would delete 1 checkpoints and 0 leftovers, ")
+    assert last.startswith("would delete 1 checkpoint and 0 leftovers, ")
     assert len(names(made)) == 2
 
 
@@ -66,7 +66,7 @@ def test_a_torn_folder_is_listed_and_swept(made: Any, command: Command) -> None:
     (torn / "rank-00000.pack").write_bytes(b"half")
     shown = command("prune", made.run.root, "--keep-last", "all", "--dry-run").out
     assert "leftover: never committed" in shown
-    assert "deleted 0 checkpoints and 1 leftovers, 4 B freed" in command("prune", made.run.root, "--keep-last", "all").out
+    assert "deleted 0 checkpoints and 1 leftover, 4 B freed" in command("prune", made.run.root, "--keep-last", "all").out
     assert not torn.exists()
 
 
@@ -124,7 +124,7 @@ def test_a_place_is_shown_pruned_and_said_by_its_own_retention(made: Any, comman
     assert "no limit is set" in command("prune", made.toml, "--tier", "store").out
     shown = command("prune", made.toml, "--tier", "store", *section, "--dry-run").out
     assert shown.splitlines()[1].split()[:2] == ["000000000020-0001", "remove"]
-    assert "would delete 1 checkpoints and 0 leftovers from file://" in shown
+    assert "would delete 1 checkpoint and 0 leftovers from file://" in shown
     answer = command("prune", made.toml, "--tier", "store", *section, "--json").json
     assert (answer["place"], answer["removed"], answer["keep_last"]) == ("store", ["000000000020-0001"], 1)
     assert names(made) == ["000000000020-0001", "000000000040-0001"], "what is here is not touched"

@@ -89,7 +89,7 @@ def test_a_folder_of_runs_is_one_table_and_one_page(known: Any, command: Command
     assert table[0].split()[:6] == ["run", "state", "step", "of", "made", "chunks"]
     assert table[1].split()[:6] == ["tiny", "complete", "60", "60", "20", "1"]
     page = command("report", known.run.root.parent, "--markdown").out
-    assert "- made: 20 steps in 1 chunks, 1 launches\n- failures: 1 x infrastructure; lost steps: 7\n" in page
+    assert "- made: 20 steps in 1 chunk, 1 launch\n- failures: 1 x infrastructure; lost steps: 7\n" in page
 
 
 def test_damage_and_death_name_what_helps(made: Any, command: Command) -> None:

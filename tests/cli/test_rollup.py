@@ -23,6 +23,15 @@ def grown(made: Any) -> Any:
 
 def test_the_newest_increment_is_rolled_up_and_its_base_pruned(grown: Any, command: Command) -> None:
     restored = command("diff", f"{grown.run.root}@40", "@60", "--json").json["b"]["state_digest"]
+    before = grown.run.manifest(CheckpointName(60, 1)).read_bytes()
+    shown = command("rollup", grown.run.root, "--dry-run")
+    assert shown.out.startswith("would roll up 000000000060-0001: ")
+    assert "base 000000000040-0001" in shown.out
+    assert grown.run.manifest(CheckpointName(60, 1)).read_bytes() == before
+    assert (
+        command("rollup", grown.run.root, "--step", "40", "--dry-run").out
+        == "nothing to roll up: 000000000040-0001 is a full already\n"
+    )
     answer = command("rollup", grown.run.root)
     assert answer.code == 0
     assert answer.out.startswith("rolled up 000000000060-0001: ")

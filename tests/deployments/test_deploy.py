@@ -19,6 +19,7 @@ from prefect import get_client
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.deployments import run_deployment
 from prefect.events import emit_event
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -80,8 +81,30 @@ def test_second_deploy_changes_nothing(toml: Path, deploy: Callable[..., Any], c
     armed = [one.model_dump() for one in client.read_automations_by_name(f"perdure {name}: no progress")]
     second = deploy(toml, "--work-pool", pool)
     assert set(actions(second).values()) == {"unchanged"}
+    assert name not in second["not_here"]
     assert client.read_deployment_by_name(f"train/{name}") == before
     assert [one.model_dump() for one in client.read_automations_by_name(f"perdure {name}: no progress")] == armed
+
+
+def test_retired_run_is_said_and_taken_off_the_server_with_all_that_was_made_for_it(
+    toml: Path, tmp_path: Path, deploy: Callable[..., Any], client: SyncPrefectClient
+) -> None:
+    name, made, other = name_of(toml), deploy(toml), copy_tiny(tmp_path / "other")
+    under_way = run_deployment(f"train/{name}", timeout=0, as_subflow=False)
+    client.set_flow_run_state(under_way.id, Running(), force=True)
+    assert deploy("--remove", name)["code"] == 3, "not while it trains"
+    client.set_flow_run_state(under_way.id, Completed(), force=True)
+    waiting = run_deployment(f"train/{name}", timeout=0, as_subflow=False)
+    toml.unlink()
+    assert deploy(other, "--dry-run")["not_here"][name] == str(toml)
+    for dry_run in (["--dry-run"], []):
+        gone = deploy("--remove", name, *dry_run)
+        assert set(actions(gone)) == {one for one in actions(made) if name in one}
+        assert set(actions(gone).values()) == {"removed"}
+    assert name not in [one.name for one in client.read_deployments()]
+    assert not any(name in one.name for one in client.read_automations())
+    assert client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[waiting.id]))) == []
+    assert deploy("--remove", name)["items"] == []
 
 
 def test_deployment_names_the_config_by_its_absolute_path_and_waits_for_its_turn(

@@ -52,7 +52,7 @@ def test_tiers_are_filled_and_told_once(tmp_path: Path, prefect_api: str, monkey
         assert (done["copied"], done["problems"]) == ([f"far:{name(10)}", f"far:{name(20)}"], {})
         assert archive(str(toml), [*SETTINGS, *told])["planned"] == []
         notices = [event.data["text"] for event in events.read(run) if event.kind == "notice"]
-        assert [text.split(" (")[0] for text in notices] == ["archived: 1 checkpoints", "archived: 2 checkpoints"]
+        assert [text.split(" (")[0] for text in notices] == ["archived: 1 checkpoint", "archived: 2 checkpoints"]
         assert len(slack.replies) == 2
     shutil.rmtree(run.root)
     assert open_run(load_config(toml, SETTINGS), None, replan=True).resume == name(20), "a lost node, and no store"

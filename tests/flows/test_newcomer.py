@@ -214,7 +214,7 @@ def test_a_newcomer_kills_everything_and_loses_nothing(
         assert run.digest() == undisturbed
 
         drill = newcomer.starts("drill")  # it reads the store alone; the archive reads what is here
-        newcomer.sees(newcomer.starts("archive"), "Archived: 1 checkpoints")
+        newcomer.sees(newcomer.starts("archive"), "Archived: 1 checkpoint")
         thaw = [f"s3://{BUCKET}/{newcomer.name}/cold", tmp_path / "bare", "--endpoint-url", s3.endpoint, "--thaw"]
         newcomer.types("pull", *thaw, code=12)
         newcomer.types("pull", *thaw, "--wait")
@@ -223,7 +223,7 @@ def test_a_newcomer_kills_everything_and_loses_nothing(
         assert newcomer.trust() == {20: "archived", 35: "replicated", 40: "archived"}
         newcomer.rots(s3_keys)
         scrub, report = newcomer.starts("scrub", budget="100%"), newcomer.starts("report")
-        newcomer.sees(scrub, "1 copies were left out: they have to be thawed first.")
+        newcomer.sees(scrub, "Left out until thawed: 1 copy.")
         assert run.kinds().count("repaired") == 2
         assert newcomer.trust() == {20: "archived", 35: "replicated", 40: "archived"}
         newcomer.sees(report, "Report of run")
@@ -236,7 +236,7 @@ def test_a_newcomer_kills_everything_and_loses_nothing(
     assert "complete" in slack.roots[0]["text"]
     said = "\n".join(reply["text"] for reply in slack.replies)
     for words in (
-        "restarted by the watchdog", "Recovered: launch 2 goes on from step 20", "archived: 1 checkpoints",
+        "restarted by the watchdog", "Recovered: launch 2 goes on from step 20", "archived: 1 checkpoint",
         "pruned: 5 checkpoints", "its local copy was rotten and is repaired",
         "its store copy was rotten and is repaired", "Drill passed",
     ):  # fmt: skip

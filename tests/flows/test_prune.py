@@ -13,6 +13,7 @@ from upkeep_runs import launch, left, name, save
 
 from perdure.flows.prune import prune
 from perdure.training import events
+from perdure.training.amounts import size
 from perdure.training.checkpoint.pins import pin
 from perdure.training.checkpoint.run_info import RunInfo
 from perdure.training.checkpoint.upkeep import upkeep
@@ -74,7 +75,7 @@ def test_what_was_planned_is_deleted_and_said_once(toml: Path, monkeypatch: pyte
         assert done["freed_bytes"] == planned["freed_bytes"] > 0
         assert left(run_of(toml)) == [10, 20, 40]
         assert flow(toml, *told)["removed"] == []
-        assert notices(toml) == [f"pruned: 1 checkpoints deleted; {done['freed_bytes']:,} bytes freed"]
+        assert notices(toml) == [f"pruned: 1 checkpoint deleted; {size(done['freed_bytes'])} freed"]
         assert [reply["text"] for reply in slack.replies] == [f"Note: {notices(toml)[0]}"]
     assert CANARY not in run_of(toml).events.read_text()
 
@@ -98,7 +99,7 @@ def test_each_place_is_pruned_by_its_own_retention_and_one_of_another_run_stops_
         flow(toml, *TIERS)
     assert [one.step for one in remote_checkpoints(share)] == [30, 40]
     assert left(run) == [10, 20, 40], "the run directory goes by its own"
-    assert any("share: 1 checkpoints deleted" in text for text in notices(toml))
+    assert any("share: 1 checkpoint deleted" in text for text in notices(toml))
 
 
 def test_a_run_that_has_not_started_is_nothing_to_do(tmp_path: Path, prefect_api: str) -> None:

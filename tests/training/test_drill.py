@@ -127,11 +127,11 @@ def test_a_killed_writer_leaves_no_record(tmp_path: Path) -> None:
 
 def test_lines_tell_both_measures_against_target_and_the_last_drills() -> None:
     failed = msgspec.structs.replace(
-        HELD, passed=False, problems=("not reproducible: 1 leaves differ: model/a",), point_steps=None, identical=False
+        HELD, passed=False, problems=("not reproducible: 1 leaf: model/a",), point_steps=None, identical=False
     )
     nothing = Drill(time=0.0, host="h", run="r", store="s", passed=False, target_point_secs=1.0, target_time_secs=1.0)
     text = "\n".join(drilled.lines([HELD, nothing, failed]))
-    assert "- not reproducible: 1 leaves differ: model/a" in text
+    assert "- not reproducible: 1 leaf: model/a" in text
     assert (
         "recovery point: at most 42.0 s of training (the run directory is not here) (target 1 h 0 min; before: 42.0 s, failed)"
         in text

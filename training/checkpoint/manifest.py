@@ -120,7 +120,7 @@ def _inconsistency(manifest: Manifest) -> str:
     ranks = max(len(manifest.files) // 2, 1)
     names = tuple(record.name for record in manifest.files)
     full = manifest.version > 1 and manifest.base is None
-    if names not in (_file_names(ranks, rolled_up=False), _file_names(ranks, rolled_up=True) if full else ()):
+    if names != _file_names(ranks, rolled_up=False) and not (full and names == _file_names(ranks, rolled_up=True)):
         return "names files that are not the packs and indexes of ranks 0, 1, 2, ..."
     if min(manifest.step, manifest.token, manifest.raw_bytes, manifest.leaves, *(file.bytes for file in manifest.files)) < 0:
         return "holds a negative number"
@@ -142,10 +142,11 @@ def _file_names(ranks: int, *, rolled_up: bool) -> tuple[str, ...]:
 
 def read(folder: Path) -> Manifest:
     """The manifest of a local checkpoint folder, which must be named after it. Raises CheckpointNotFound, CheckpointDamaged."""
+    path = folder / MANIFEST
     try:
-        if not (folder / MANIFEST).is_file() and os.path.lexists(folder / MANIFEST):
+        if not path.is_file() and os.path.lexists(path):
             raise ValueError(f"{MANIFEST} is not a regular file")
-        data = files.read_limited(folder / MANIFEST, MAX_MANIFEST)
+        data = files.read_limited(path, MAX_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFound(f"{folder} holds no {MANIFEST}: there is no checkpoint of this name") from None
     except (ValueError, OSError) as error:

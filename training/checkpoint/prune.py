@@ -85,8 +85,9 @@ def survey(
 
 def _uncommitted(run: RunDir, found: Catalog) -> list[Path]:
     """Leftovers that are no checkpoint outside the lineage: those are in the plan."""
-    planned = {run.checkpoint(one.name) for one in found.listed}
-    return [path for path in found.leftovers if path not in planned]
+    planned = {one.name for one in found.listed}
+    there = run.checkpoints
+    return [one for one in found.leftovers if one.parent != there or CheckpointName.parse(one.name) not in planned]
 
 
 def _judge(run: RunDir, path: Path, token: int, idle: bool) -> Leftover:

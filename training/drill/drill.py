@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from perdure.training import events, files
+from perdure.training.amounts import counted
 from perdure.training.checkpoint import lineage, manifest, verify
 from perdure.training.checkpoint.diff import diff
 from perdure.training.checkpoint.manifest import Manifest
@@ -163,7 +164,7 @@ class _Rehearsal:
             self.found["differing"] = tuple(leaves[:_MOST])
             more = f" and {len(leaves) - _MOST} more" if len(leaves) > _MOST else ""
             self.problems.append(
-                f"not reproducible: {len(leaves)} leaves differ from the undisturbed continuation: "
+                f"not reproducible: unlike the undisturbed continuation in {counted(len(leaves), 'leaf', 'leaves')}: "
                 f"{', '.join(leaves[:_MOST])}{more}"
             )
 
