@@ -23,12 +23,12 @@ MIB = 1 << 20
 def test_a_killed_pull_fetches_only_what_is_missing_or_wrong(
     open_s3: Callable[..., Any], s3_keys: Any, made: MadeRun, tmp_path: Path
 ) -> None:
-    store, name = open_s3(), made.commit(100, 1, pack=24 * MIB)  # three blobs, in parts of 16 and 8 MiB
+    store, name = open_s3(), made.commit(100, 1, pack=32 * MIB)  # four blobs, in two parts at once
     push(made.dir, store, name)
     cut, wrong = RunDir(tmp_path / "cut"), RunDir(tmp_path / "wrong")
     settings = json.dumps(msgspec.structs.asdict(store.settings))
     command = [sys.executable, str(Path(__file__).with_name("mover.py")), "pull", store.url, settings, str(cut.root)]
-    done = subprocess.run([*command, str(16 * MIB)], capture_output=True)
+    done = subprocess.run([*command, str(25 * MIB)], capture_output=True)  # the first blob of each part is there
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert not cut.run_json.exists()
     shutil.copytree(cut.root, wrong.root)
@@ -37,7 +37,7 @@ def test_a_killed_pull_fetches_only_what_is_missing_or_wrong(
         first = file.read(1)[0]
         file.seek(0)
         file.write(bytes([first ^ 1]))
-    for run, least, most in ((cut, 0, 8 * MIB), (wrong, 8 * MIB, 16 * MIB)):
+    for run, least, most in ((cut, 0, 16 * MIB), (wrong, 8 * MIB, 24 * MIB)):
         with proxy_to(s3_keys.endpoint) as proxy:
             prefix = store.url.removeprefix("s3://ckpt/")
             assert pull(open_s3(prefix=prefix, endpoint=proxy.endpoint), run) == name
