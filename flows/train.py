@@ -12,7 +12,7 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectFuture
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled
 from prefect.task_runners import ThreadPoolTaskRunner
 
@@ -36,6 +36,7 @@ from perdure.training.errors import ConfigError, NotReplicated, PerdureError, St
 from perdure.training.run_dir import CheckpointName, RunDir
 
 FINAL_PUSH_TRIES = 3
+SAME_COMMAND = "the same command goes on"
 AFTER_TRAINING_SECS = 600.0
 """How long the user's own code may run after the last step."""
 
@@ -97,7 +98,8 @@ class _Drive:
             deadline = time.monotonic() + grace
             trainer.stop(str(error) or ("SIGTERM" if isinstance(error, TerminationSignal) else type(error).__name__))
             end = trainer.end(grace)
-            self.leave(end, deadline)
+            goes_on = isinstance(error, TerminationSignal) and deployment.id
+            self.leave(end, deadline, "a new flow run goes on, unless this one was cancelled" if goes_on else SAME_COMMAND)
             raise
         finally:
             trainer.kill()
@@ -191,9 +193,9 @@ class _Drive:
                 raise Stopped("asked to stop between two launches")
             time.sleep(0.1)
 
-    def leave(self, end: LaunchEnd, deadline: float) -> None:
+    def leave(self, end: LaunchEnd, deadline: float, following: str = SAME_COMMAND) -> None:
         """The trainer has saved; use what is left of the grace to prove and push that checkpoint."""
-        events.record(self.run, "stopped", token=end.token, step=end.step, reason=end.detail)
+        events.record(self.run, "stopped", token=end.token, step=end.step, reason=end.detail, next=following)
         self.reconcile()
         self.tell()
         self.settle(deadline)

@@ -167,22 +167,24 @@ def _restarted(view: View, data: _Data, at: float) -> Card:
     return Card(title=f"Dead at step {_int(data, 'step', view.step)}, restarted by the {data.get('by', '?')}", facts=facts)
 
 
-def _failed(view: View, data: _Data, at: float) -> Card:
+def _failed(view: View, data: _Data, at: float) -> Card | None:
+    """A preemption was told when the run stopped for it, unless nothing follows."""
     error_class, step = str(data.get("error_class", "unknown")), _int(data, "step", view.step)
+    following = str(data.get("next", "?"))
+    told = view.state == "stopped" and error_class == "preemption" and not following.startswith("not restarting")
     good = _int(data, "last_good", view.verified_step)
     lost = f" ({counted(step - good, 'step')} before)" if 0 <= good < step else ""
-    view.state = f"failed ({error_class}): {data.get('next', '')}"[:400]
+    view.state = f"failed ({error_class}): {following}"[:400]
     facts = [
         ("Class", error_class),
         ("Step", str(step)),
         ("Last good checkpoint", f"step {good}{lost}" if good >= 0 else "none"),
     ]
-    facts += [("Launch", str(data.get("token", view.launch))), ("What happens next", str(data.get("next", "?")))]
+    facts += [("Launch", str(data.get("token", view.launch))), ("What happens next", following)]
     facts += [("Detail", str(data["detail"]))] if data.get("detail") else []
     page = data.get("page", error_class not in _UNPAGED)
-    return Card(
-        title=f"Failed: {error_class} at step {step}", facts=tuple(facts), log=str(data.get("log_tail", "")), page=bool(page)
-    )
+    title, log = f"Failed: {error_class} at step {step}", str(data.get("log_tail", ""))
+    return None if told else Card(title=title, facts=tuple(facts), log=log, page=bool(page))
 
 
 def _drilled(view: View, data: _Data, at: float) -> Card:
@@ -190,9 +192,11 @@ def _drilled(view: View, data: _Data, at: float) -> Card:
     return Card(title=f"Drill {'passed' if passed else 'FAILED'}", facts=(("", str(data.get("text", "?"))),), page=not passed)
 
 
-def _stopped(view: View, data: _Data, at: float) -> Card:
-    view.state = "stopped"
-    return Card(title=f"Stopped at step {view.step}: {data.get('reason', '?')}", facts=(("Next", "the same command goes on"),))
+def _stopped(view: View, data: _Data, at: float) -> Card | None:
+    """Told by the flow that stops, and by the hook that looks after a cancelled one."""
+    known, view.state = view.state == "stopped", "stopped"
+    following = (("Next", str(data.get("next", "the same command goes on"))),)
+    return None if known else Card(title=f"Stopped at step {view.step}: {data.get('reason', '?')}", facts=following)
 
 
 def _completed(view: View, data: _Data, at: float) -> Card | None:

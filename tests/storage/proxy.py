@@ -111,7 +111,7 @@ class Proxy:
                 if reply.cut_answer:
                     self.close_connection = True
 
-            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
+            do_GET = do_PUT = do_POST = do_PATCH = do_HEAD = do_DELETE = _serve
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -100,6 +100,24 @@ def test_failure_and_recovery_are_replies_and_failures_that_page_reach_the_chann
     assert "running" in slack.roots[0]["text"]
 
 
+def test_a_stop_is_told_once_also_where_a_hook_records_what_became_of_it(
+    run: RunDir, settings: NotifySection, slack: SlackServer, logger: logging.Logger
+) -> None:
+    events.record(run, "stopped", token=1, step=20, reason="SIGTERM", next="a new flow run goes on")
+    events.record(run, "failed", error_class="preemption", step=20, detail="termination signal", next="going on")
+    events.record(run, "recovered", token=2, step=20)
+    events.record(run, "stopped", token=2, step=30, reason="SIGTERM")
+    events.record(run, "stopped", reason="cancelled in Prefect")
+    deliver(run, settings, logger=logger)
+    assert [reply["text"].splitlines()[0] for reply in slack.replies] == [
+        "Stopped at step 20: SIGTERM", "Recovered: launch 2 goes on from step 20", "Stopped at step 30: SIGTERM",
+    ]  # fmt: skip
+    assert "a new flow run goes on" in slack.replies[0]["text"]
+    events.record(run, "failed", error_class="preemption", step=30, detail="termination signal", next="not restarting: why")
+    deliver(run, settings, logger=logger)
+    assert slack.replies[-1]["text"].startswith("Failed: preemption at step 30"), "nothing follows: that is news"
+
+
 def test_completion_is_told_once_however_often_it_is_recorded(
     run: RunDir, settings: NotifySection, slack: SlackServer, logger: logging.Logger
 ) -> None:
