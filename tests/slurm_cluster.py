@@ -1,4 +1,4 @@
-"""A Slurm cluster of one node on 127.0.0.1: Debian's slurmctld, slurmd and munged, started by the tests and ended by pid."""
+"""A Slurm cluster of two nodes on 127.0.0.1: Debian's slurmctld, slurmd and munged, started by the tests and ended by pid."""
 
 import contextlib
 import os
@@ -29,18 +29,19 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ReturnToService=2
 KillWait=30
 SlurmdTimeout=15
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=5,batch_sched_delay=0,bf_interval=5
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port} CPUs=2 RealMemory=4000 State=UNKNOWN
-PartitionName=p Nodes=n1 Default=YES MaxTime=INFINITE State=UP
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[0]} CPUs=2 RealMemory=4000 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=4000 State=UNKNOWN
+PartitionName=p Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
 
@@ -72,9 +73,9 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(folder: Path, free_port: Callable[[], int]) -> Iterator[Cluster]:
-    for name in ("state", "spool"):
+    for name in ("state", "spool-n1", "spool-n2"):
         (folder / name).mkdir()
-    config = _CONFIG.format(host=socket.gethostname(), folder=folder, port=free_port(), node_port=free_port())
+    config = _CONFIG.format(host=socket.gethostname(), folder=folder, port=free_port(), ports=(free_port(), free_port()))
     (folder / "slurm.conf").write_text(config)
     (folder / "munge.key").write_bytes(secrets.token_bytes(128))
     (folder / "munge.key").chmod(0o400)
@@ -83,11 +84,12 @@ def cluster(folder: Path, free_port: Callable[[], int]) -> Iterator[Cluster]:
     found = Cluster(folder)
     with contextlib.ExitStack() as stack:
         start = [f"--{option}={folder / name}" for option, name in munge.items()]
-        for command in (["munged", "--foreground", "--force", *start], ["slurmctld", "-i", "-D"], ["slurmd", "-N", "n1", "-D"]):
+        nodes = [["slurmd", "-N", node, "-D"] for node in ("n1", "n2")]
+        for command in (["munged", "--foreground", "--force", *start], ["slurmctld", "-i", "-D"], *nodes):
             stack.enter_context(_running(command, found))
             if command[0] == "munged":
                 _until((folder / "munge.sock").exists)
-        _until(lambda: "State=IDLE" in found.call("scontrol", "show", "node", "n1"))
+        _until(lambda: found.call("scontrol", "show", "node").count("State=IDLE") == len(nodes))
         try:
             yield found
         finally:
@@ -97,7 +99,7 @@ def cluster(folder: Path, free_port: Callable[[], int]) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def _running(command: list[str], found: Cluster) -> Iterator[None]:
-    with open(found.folder / f"{command[0]}.out", "wb") as log:
+    with open(found.folder / f"{command[0]}.out", "ab") as log:
         process = subprocess.Popen(command, env=found.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         yield

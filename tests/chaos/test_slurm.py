@@ -12,6 +12,8 @@ from conftest import free_port
 from harness import Direct, Run, copy_tiny, kill, wait_until
 from many_ranks import ranks, ranks_run
 
+from perdure.training.agent import roster
+
 SCRIPT = Path(__file__).parents[2] / "deployments/slurm/perdure.sbatch"
 pytestmark = [pytest.mark.chaos, pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing())]
 
@@ -75,5 +77,31 @@ def test_ranks_that_srun_starts_go_on_to_the_same_bits_after_one_of_them_is_kill
     [failed] = [event for event in run.events() if event["kind"] == "failed"]
     assert (failed["error_class"], str(failed["detail"])[:6]) == ("infrastructure", "rank 1")
     assert int(str(failed["last_good"])) >= at - 1, "what both had in memory is saved"
+    assert run.digest() == reference.digest()
+    assert not run.processes()
+
+
+def test_a_job_of_two_nodes_goes_on_to_the_same_bits_after_one_of_them_lost_its_agent(
+    slurm: slurm_cluster.Cluster, tmp_path: Path
+) -> None:
+    reference = ranks_run(tmp_path / "reference", "ddp")
+    assert Direct(reference).train_to_end().reason == "complete"
+
+    run = ranks_run(tmp_path, "ddp")
+    nodes = 'processes = 1\nnodes = 2\naddress = "127.0.0.1"\nnode_timeout = 8\n'
+    run.toml.write_text(run.toml.read_text().replace("processes = 2\n", nodes))
+    words = [part for text in [*run.settings, "launch.env.TINY_sleep=0.3"] for part in ("--set", text)]
+    log = tmp_path / "job.log"
+    job = slurm.submit("--nodes=2", "--cpus-per-task=1", f"--output={log}", str(SCRIPT), str(run.toml), *words)
+    wait_until(lambda: run.step() >= 8, "step 8")
+    lost = roster.read_node(run.dir, 1, 1)
+    assert lost is not None
+    kill(lost.process)
+    wait_until(lambda: slurm.job(job)["JobState"] == "COMPLETED", "complete")
+
+    text = log.read_text()
+    assert [text.count(f"joins launch {token}") for token in (1, 2, 3)] == [1, 1, 0]
+    [failed] = [event for event in run.events() if event["kind"] == "failed"]
+    assert failed["error_class"] == "infrastructure"
     assert run.digest() == reference.digest()
     assert not run.processes()
