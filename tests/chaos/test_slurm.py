@@ -27,7 +27,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Cl
 
 def test_a_job_that_is_warned_is_requeued_and_goes_on_to_the_same_bits(slurm: slurm_cluster.Cluster, tmp_path: Path) -> None:
     reference = Run(copy_tiny(tmp_path / "reference"), "store.url=''")
-    assert Direct(reference).train_to_end().reason == "complete"
+    end = Direct(reference).train_to_end()
+    assert end.reason == "complete", end
 
     run = Run(copy_tiny(tmp_path / "tiny"), "store.url=''", "params.sleep=0.2")
     log = tmp_path / "job.log"
@@ -60,7 +61,8 @@ def test_ranks_that_srun_starts_go_on_to_the_same_bits_after_one_of_them_is_kill
     slurm: slurm_cluster.Cluster, tmp_path: Path
 ) -> None:
     reference = ranks_run(tmp_path / "reference", "ddp")
-    assert Direct(reference).train_to_end().reason == "complete"
+    end = Direct(reference).train_to_end()
+    assert end.reason == "complete", end
 
     run = ranks_run(tmp_path, "ddp")
     log = tmp_path / "job.log"
@@ -85,7 +87,8 @@ def test_a_job_of_two_nodes_goes_on_to_the_same_bits_after_one_of_them_lost_its_
     slurm: slurm_cluster.Cluster, tmp_path: Path
 ) -> None:
     reference = ranks_run(tmp_path / "reference", "ddp")
-    assert Direct(reference).train_to_end().reason == "complete"
+    end = Direct(reference).train_to_end()
+    assert end.reason == "complete", end
 
     run = ranks_run(tmp_path, "ddp")
     nodes = 'processes = 1\nnodes = 2\naddress = "127.0.0.1"\nnode_timeout = 8\n'

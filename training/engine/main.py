@@ -70,6 +70,7 @@ def _lost_a_peer(error: BaseException) -> bool:
 def train(link: Link) -> None:
     from perdure.training.engine.loopback import hosted
     from perdure.training.engine.session import Session
+    from perdure.training.engine.together import part
 
     welcome = link.welcome
     session = Session(link, total_steps=int(welcome["steps"]), params=dict(welcome["params"]))
@@ -78,6 +79,7 @@ def train(link: Link) -> None:
     with hosted():
         entry(session)
         session.close()
+        part()
 
 
 def _own_log(folder: Path) -> int:
