@@ -90,6 +90,11 @@ def test_a_rank_that_works_longer_is_named_once_though_the_others_wait_for_it_in
     assert json.loads(ddp.run.dir.progress_json.read_bytes())["slow"]["1"] > 0.15
 
 
+def test_a_rank_leaves_by_what_its_code_registered_and_does_not_take_its_interpreter_apart(ddp: Reference) -> None:
+    """Which would have aborted it: the run would not be complete."""
+    assert [(ddp.run.toml.parent / f"left-{rank}").exists() for rank in (0, 1)] == [True, True]
+
+
 def test_what_ranks_have_in_common_is_stored_once_and_the_rest_per_rank(ddp: Reference) -> None:
     name = ddp.run.committed()[1]
     with open_checkpoint(ddp.run.dir.checkpoint(name)) as reader:

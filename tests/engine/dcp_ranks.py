@@ -1,5 +1,6 @@
 """For test_dcp.py, started by torchrun: loads what one process saved into its shards of a model, and saves those twice."""
 
+import os
 import sys
 
 import torch
@@ -21,7 +22,8 @@ def main(folder: str) -> None:
     state["step"] = loaded["step"]
     dcp.save(state, storage_writer=PerdureWriter(f"{folder}/two"))
     dcp.async_save(state, storage_writer=PerdureWriter(), checkpoint_id=f"{folder}/later").result()
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # at the end of an interpreter threads of torch abort the process now and then
 
 
 if __name__ == "__main__":

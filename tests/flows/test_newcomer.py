@@ -112,11 +112,14 @@ class Newcomer:
         return dict(json.loads(done.stdout))
 
     def switches_off_schedules(self) -> None:
-        """As anyone may in the UI: what runs here is what the test starts."""
+        """As anyone may in the UI: what runs here is what the test starts, and nothing that was planned before."""
         with get_client(sync_client=True) as client:
             for verb in ("watchdog", "prune", "archive", "scrub", "drill", "report"):
                 deployment = client.read_deployment_by_name(f"{verb}/{self.name}")
                 client.update_deployment(deployment.id, DeploymentUpdate(schedules=[]))
+            for planned in client.read_flow_runs():
+                if planned.auto_scheduled:
+                    client.delete_flow_run(planned.id)
 
     def starts(self, verb: str, **parameters: object) -> UUID:
         """By the API, as the button in the UI does."""

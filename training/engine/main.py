@@ -1,15 +1,17 @@
 """What the launcher starts: one rank. Signals first, then the agent's socket, then torch and the user's code."""
 
+import atexit
 import contextlib
 import faulthandler
 import importlib.util
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from perdure.training import files
 from perdure.training.engine import signals
@@ -70,7 +72,6 @@ def _lost_a_peer(error: BaseException) -> bool:
 def train(link: Link) -> None:
     from perdure.training.engine.loopback import hosted
     from perdure.training.engine.session import Session
-    from perdure.training.engine.together import part
 
     welcome = link.welcome
     session = Session(link, total_steps=int(welcome["steps"]), params=dict(welcome["params"]))
@@ -79,7 +80,6 @@ def train(link: Link) -> None:
     with hosted():
         entry(session)
         session.close()
-        part()
 
 
 def _own_log(folder: Path) -> int:
@@ -118,5 +118,16 @@ def main() -> int:
     return 0
 
 
+def leave(status: int) -> NoReturn:
+    """As any Python process ends, with its threads awaited and what was registered called, but without taking the interpreter
+    apart: threads of torch that still hold Python objects abort it then, now and then, and a finished run counts as failed.
+    multiprocessing ends its children in the same way."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -58,9 +58,3 @@ class Together(Alone):
 
 def together(link: Link, world: int) -> Alone:
     return Together(link, world) if world > 1 else Alone(link)
-
-
-def part() -> None:
-    """End torch.distributed where the user's code has not: at the end of the process its threads abort it now and then."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

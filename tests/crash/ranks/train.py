@@ -32,9 +32,20 @@ class Items(Dataset[tuple[int, torch.Tensor]]):
         return index, torch.randn(16, generator=generator) + random.random() * 0.01
 
 
+class _Fragile:
+    """As threads of torch do now and then, aborts a process that takes its interpreter apart."""
+
+    def __del__(self) -> None:
+        os.abort()
+
+
+_FRAGILE = _Fragile()
+
+
 def train(session: Session) -> None:
     trial = {name[5:]: value for name, value in os.environ.items() if name.startswith("TINY_")}
     dist.init_process_group("gloo")
+    atexit.register(Path(f"left-{session.rank}").touch)
     if "child" in trial and session.rank == 1:  # a helper of the user's own that nobody waits for
         Path(trial["child"]).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
     torch.manual_seed(1)
@@ -69,10 +80,3 @@ def train(session: Session) -> None:
         if "trace" in trial:
             with open(f"{trial['trace']}-{session.rank}", "a") as file:
                 file.write(json.dumps({"step": step, "indices": indices.tolist(), "loss": float(loss).hex()}) + "\n")
-    atexit.register(_check_parted)
-
-
-def _check_parted() -> None:
-    """Groups that live on until the process ends abort it now and then."""
-    if dist.is_initialized():
-        os._exit(3)
