@@ -20,6 +20,8 @@ from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.filters import (
     ArtifactFilter,
     ArtifactFilterFlowRunId,
+    FlowRunFilter,
+    FlowRunFilterDeploymentId,
     LogFilter,
     LogFilterFlowRunId,
 )
@@ -117,9 +119,10 @@ class Newcomer:
             for verb in ("watchdog", "prune", "archive", "scrub", "drill", "report"):
                 deployment = client.read_deployment_by_name(f"{verb}/{self.name}")
                 client.update_deployment(deployment.id, DeploymentUpdate(schedules=[]))
-            for planned in client.read_flow_runs():
-                if planned.auto_scheduled:
-                    client.delete_flow_run(planned.id)
+                of_it = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment.id]))
+                while planned := client.read_flow_runs(flow_run_filter=of_it):
+                    for one in planned:
+                        client.delete_flow_run(one.id)
 
     def starts(self, verb: str, **parameters: object) -> UUID:
         """By the API, as the button in the UI does."""
