@@ -19,7 +19,7 @@ run: setup
 	$(BIN)/perdure run examples/gpt/run.toml
 
 test: setup
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

@@ -30,6 +30,10 @@ from perdure.training.storage.store import StoreSettings
 os.environ["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "false"
 """A flow called without a server fails; else Prefect starts one of its own and leaves it behind."""
 
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+"""Else each of the thousand processes that the tests start compiles this package again."""
+
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell that starts the suite in the background has it ignore SIGINT, and so would all that the tests start."""
 
