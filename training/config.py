@@ -121,7 +121,7 @@ def _check(document: _Document, where: str) -> None:
         (
             bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run.name)),
             f"run.name = {run.name!r} is not a plain name",
-            "use letters, digits, dot, dash",
+            "use letters, digits, dot, dash, underscore",
         ),
         (run.steps >= 1, f"run.steps = {run.steps} is less than 1", "say how many optimizer steps to train"),
         (run.steps < 10**12, f"run.steps = {run.steps} is too large", "use fewer than 10^12"),
@@ -259,18 +259,27 @@ def _resolved(base: Path, text: str, what: str) -> Path:
         raise ConfigError(f"{what} = {text!r} cannot be used: {reason}", "name another path") from None
 
 
+_SPELLINGS = {
+    "int": "write a whole number, without quotes",
+    "float": "write a number, without quotes",
+    "bool": "write true or false, without quotes",
+    "str": "write it in quotes",
+    "object": "write it as a [table] of its own, or as { key = value }",
+}
+
+
 def _explain(path: Path, document: Mapping[str, Any], error: msgspec.ValidationError) -> ConfigError:  # Any: TOML values
     """msgspec's refusal with the setting's TOML name, its value, and what was probably meant."""
     text, _, place = str(error).partition(" - at `$")
     key = _named(place.strip(".`"), document)
-    see = "see docs/configuration.md for the settings"
+    see = "all settings are in docs/configuration.md"
     name = text.rpartition(" `")[2].rstrip("`")
     full = f"{key}.{name}" if key else name
     if "unknown field" in text:
         close = get_close_matches(full, list(_settings(document)), 1)
         return ConfigError(f"{path}: {full} is no setting", f"did you mean {close[0]}?" if close else see)
     if "missing required field" in text:
-        return ConfigError(f"{path}: {full} is missing", see)
+        return ConfigError(f"{path}: {full} is missing", f"a run needs name, entry, steps and chunk under [run]; {see}")
     value: Any = document
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -278,7 +287,9 @@ def _explain(path: Path, document: Mapping[str, Any], error: msgspec.ValidationE
         choices = _choices(declared_type(_Document, key.split(".")))
         return ConfigError(f"{path}: {key} = {value!r} is no choice", f"use {' or '.join(choices)}")
     shown = "..." if key.startswith("launch.env") and (isinstance(value, str) or names_a_secret(key)) else repr(value)
-    return ConfigError(f"{path}: {key} = {shown}: {text[0].lower() + text[1:].replace('`', '')}", see)
+    expected = text.replace("`", "").removeprefix("Expected ").partition(",")[0]
+    said = f"{path}: {key} = {shown}: {text[0].lower() + text[1:].replace('`', '').replace('object', 'a table')}"
+    return ConfigError(said, f"{_SPELLINGS[expected]}; {see}" if expected in _SPELLINGS else see)
 
 
 def _choices(declared: Any) -> Iterator[str]:  # Any: a type

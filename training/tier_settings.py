@@ -66,14 +66,22 @@ def absolute_url(url: str, base: Path, key: str) -> str:
     """The one spelling of a place's URL; folders are relative to `base`. Raises ConfigError."""
     if not url:
         return ""
+    if url != url.strip():
+        raise ConfigError(f"{key} {url!r} begins or ends with a space", "leave it out")
     parts = urlsplit(url)
     if parts.scheme == "s3":
-        if not parts.netloc or parts.query or parts.fragment or ".." in parts.path.split("/"):
-            raise ConfigError(f"{key} {url!r} is not s3://bucket/prefix")
+        bucket = re.fullmatch(r"[A-Za-z0-9._-]{1,255}", parts.netloc)
+        if not bucket or "?" in url or "#" in url or ".." in parts.path.split("/"):
+            hint = "a bucket's name is of letters, digits, dots, dashes; a prefix has no #, no ? and no .."
+            raise ConfigError(f"{key} {url!r} is not s3://bucket/prefix", hint)
         return url.rstrip("/")
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise ConfigError(f"{key} {url!r} is not file:///absolute/folder", "write three slashes after file:")
+        if "?" in url or "#" in url:
+            raise ConfigError(
+                f"{key} {url!r} is cut off at # or ?", "write %23 for #, %3F for ?, or the folder without file://"
+            )
         return Path(unquote(parts.path)).as_uri()
     if "://" in url:
         raise ConfigError(f"{key} {url!r} has an unknown scheme", "use file:///folder or s3://bucket/prefix")

@@ -157,7 +157,9 @@ def test_an_endpoint_that_is_not_there_fails_soon_and_can_be_retried(open_s3: Op
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.parametrize("url", ["s3://", "ftp://x/y", "file://host/x", "nothing", "", "s3://bucket/p?x=1", "file:relative"])
+@pytest.mark.parametrize(
+    "url", ["s3://", "ftp://x/y", "file://host/x", "nothing", "", "s3://bucket/p?x=1", "file:relative", "file:///tmp/x#y"]
+)
 def test_an_impossible_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is not a store"):
         open_store(url)

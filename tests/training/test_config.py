@@ -41,7 +41,7 @@ FILES = {
     "deep": (lambda path: path.write_text("x = " + "[" * 20_000), "is not valid TOML"),
     "twice": (lambda path: path.write_text(GOOD + "chunk = 3\n"), "is not valid TOML"),
     "unknown section": (lambda path: path.write_text(GOOD + "[checkpoints]\n"), "checkpoints is no setting"),
-    "section as value": (lambda path: path.write_text("run = 5\n"), "run = 5: expected object, got int"),
+    "section as value": (lambda path: path.write_text("run = 5\n"), "run = 5: expected a table, got int"),
     "no steps": (lambda path: path.write_text(GOOD.replace("steps = 40\n", "")), "run.steps is missing"),
 }
 
@@ -64,7 +64,7 @@ WRONG = {
     "run.steps=[1]": "run.steps = [1]: expected int",
     "run.exact=maybe": "run.exact = 'maybe' is no choice",
     "store.checksums=md5": "store.checksums = 'md5' is no choice",
-    "launch.env=1": "launch.env = 1: expected object",
+    "launch.env=1": "launch.env = 1: expected a table",
     "launch.stop_grace=soon": "launch.stop_grace = 'soon': expected float",
     "params=1": "is not section.key=value",
     # unknown
@@ -107,10 +107,14 @@ WRONG = {
     "store.url=s3:///x": "is not s3://bucket/prefix",
     "store.url=s3://bucket/a/../b": "is not s3://bucket/prefix",
     "store.url=s3://bucket/a?b=c": "is not s3://bucket/prefix",
+    "store.url=s3://buc ket/a": "is not s3://bucket/prefix",
+    "store.url='s3://bucket/a '": "begins or ends with a space",
+    "store.url=file:///copies#2": "is cut off at # or ?",
+    "tiers.share.url=' copies'": "begins or ends with a space",
     # tiers
     "tiers.share.ulr=x": "tiers.share.ulr is no setting",
     "tiers.share.every=1": "tiers.share.url is missing",
-    "tiers.share=copies": "tiers.share = 'copies': expected object",
+    "tiers.share=copies": "tiers.share = 'copies': expected a table",
     "tiers.store.url=copies": "tiers.store cannot be a tier's name",
     "tiers.Share.url=copies": "tiers.Share cannot be a tier's name",
     "tiers.share.url=runs/x/copies": "lie in one another",
@@ -143,7 +147,7 @@ WRONG = {
     "launch.env.HF_TOKEN=hidden-value": "launch.env.HF_TOKEN: a secret on the command line would be kept in Prefect",
     "launch.env={db_password='hidden-value'}": "launch.env.db_password: a secret",
     "launch={env={A='hidden-value'}}": "--set 'launch=...' is not section.key=value",
-    "launch.env='A=hidden-value'": "launch.env = ...: expected object, got str",
+    "launch.env='A=hidden-value'": "launch.env = ...: expected a table, got str",
     "launch.env.PERDURE_AGENT_PID=1": "PERDURE_AGENT_PID is set by Perdure itself",
     # secrets among params
     "params.X_TOKEN=hidden-value": "params.X_TOKEN: a secret on the command line would be kept in Prefect and in every",

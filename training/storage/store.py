@@ -150,13 +150,16 @@ def check_file_size(path: Path, expected: int, found: int) -> None:
 def open_store(url: str, settings: StoreSettings | None = None) -> ObjectStore:
     """The store at `file:///folder` or `s3://bucket/prefix`. Opening contacts nobody."""
     parts = urlsplit(url)
-    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path.startswith("/"):
+    whole = "?" not in url and "#" not in url
+    if whole and parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path.startswith("/"):
         from perdure.training.storage.folder import FolderStore
 
         return FolderStore(Path(unquote(parts.path)))
-    if parts.scheme == "s3" and parts.netloc and not parts.query and not parts.fragment:
+    if whole and parts.scheme == "s3" and parts.netloc:
         return _open_s3(parts.netloc, unquote(parts.path).strip("/"), settings or StoreSettings())
-    raise ConfigError(f"store URL {url!r} is not a store", "use file:///absolute/folder or s3://bucket/prefix")
+    raise ConfigError(
+        f"store URL {url!r} is not a store", "use file:///absolute/folder or s3://bucket/prefix; %23 for #, %3F for ?"
+    )
 
 
 def _open_s3(bucket: str, prefix: str, settings: StoreSettings) -> ObjectStore:
