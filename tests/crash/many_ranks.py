@@ -5,8 +5,10 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from harness import LAUNCHED, PERDURE, RANKS, Direct, Run, all_pids, children, command_line, kill, wait_until
 
@@ -78,6 +80,40 @@ def hit(run: Run, step: int, victims: list[int], number: int, *settings: str) ->
         kill(found[victim], number)
     trainer.process.wait(60)
     return direct, at
+
+
+def train_with(run: Run, processes: int, until: int, *settings: str) -> None:
+    """A launch with so many ranks, which `until` ends at a checkpoint."""
+    direct = Direct(run)
+    here = [tracing(run), f"launch.processes={processes}", "launch.launcher=torchrun", *settings]
+    trainer = direct.launch(here, lease=until, replan=True)
+    wait_until(lambda: until in [name.step for name in run.committed()] or not trainer.is_alive(), f"step {until}", 90)
+    end = direct.end()
+    assert end.reason in ("stopped", "complete"), end
+
+
+def losses_with(run: Run, processes: int, steps: range, reference: dict[tuple[int, int], str]) -> list[tuple[float, float]]:
+    """Of each of these steps with so many ranks, and of the undisturbed run of two: both had the same samples in it."""
+    lines, losses = surviving(run, processes), []
+    for step in steps:
+        had = [json.loads(lines[(rank, step)]) for rank in range(processes)]
+        wanted = [json.loads(reference[(rank, step)]) for rank in (0, 1)]
+        assert _indices(had) == _indices(wanted), "the same samples in every global batch"
+        losses.append((_mean_loss(had), _mean_loss(wanted)))
+    return losses
+
+
+def assert_about_the_same(losses: list[tuple[float, float]]) -> None:
+    here, undisturbed = (statistics.mean(column) for column in zip(*losses, strict=True))
+    assert abs(here / undisturbed - 1) < 0.2, "the noise of new ranks is another, the weights are not"
+
+
+def _indices(ranks: list[dict[str, Any]]) -> list[int]:
+    return sorted(index for rank in ranks for index in rank["indices"])
+
+
+def _mean_loss(ranks: list[dict[str, Any]]) -> float:
+    return statistics.mean(float.fromhex(rank["loss"]) for rank in ranks)
 
 
 class OtherNode:

@@ -6,14 +6,24 @@ import os
 import re
 import shutil
 import signal
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Direct, Run, kill, wait_until
-from many_ranks import SLOW, OtherNode, hit, ranks, ranks_run, surviving, tracing
+from many_ranks import (
+    SLOW,
+    OtherNode,
+    assert_about_the_same,
+    hit,
+    losses_with,
+    ranks,
+    ranks_run,
+    surviving,
+    tracing,
+    train_with,
+)
 from torch import nn
 
 from perdure.training.agent.commands import refuse_what_cannot_start
@@ -271,16 +281,6 @@ def test_of_four_ranks_that_come_to_each_save_at_different_times_every_checkpoin
     assert [path for path in run.dir.checkpoints.rglob("*") if is_temporary(path.name)] == []
 
 
-def train_with(run: Run, processes: int, until: int) -> None:
-    """A launch with so many ranks, which `until` ends at a checkpoint."""
-    direct = Direct(run)
-    settings = [tracing(run), f"launch.processes={processes}", "launch.launcher=torchrun"]
-    trainer = direct.launch(settings, lease=until, replan=True)
-    wait_until(lambda: until in [name.step for name in run.committed()] or not trainer.is_alive(), f"step {until}", 90)
-    end = direct.end()
-    assert end.reason in ("stopped", "complete"), end
-
-
 ELASTIC = [
     ("fsdp2", 18, ((1, 24),)),
     pytest.param("fsdp2", 6, ((1, 12), (4, 18), (2, 24)), marks=pytest.mark.chaos),
@@ -302,7 +302,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(
             shutil.rmtree(run.dir.checkpoint(name))
     with pytest.raises(ConfigError, match=f"processes: 2 -> {launches[0][0]}"):
         Direct(run).launch([f"launch.processes={launches[0][0]}"])
-    before, losses, undisturbed = 2, [], []
+    before, losses = 2, []
     for processes, until in launches:
         train_with(run, processes, until)
         found = manifest.read(run.dir.checkpoint(run.committed()[-1]))
@@ -314,22 +314,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(
         assert any(f"hosts: [{before}] in the checkpoint, [{processes}] now" in text for text in moved), said
         took = r"a step takes \S+ s here, took \S+ s on the topology before \(medians\)"
         assert sum(bool(re.fullmatch(took, text)) for text in said) == len(moved)
-        lines = surviving(run, processes)
-        for step in range(start, until):
-            had = [json.loads(lines[(rank, step)]) for rank in range(processes)]
-            wanted = [json.loads(reference.trace[(rank, step)]) for rank in (0, 1)]
-            assert indices_of(had) == indices_of(wanted), "the same samples in every global batch"
-            losses.append(mean_loss(had))
-            undisturbed.append(mean_loss(wanted))
+        losses += losses_with(run, processes, range(start, until), reference.trace)
         before, start = processes, until
     assert found.data["tokens"] == 3 * ITEMS, "of all ranks that there were"
-    off = abs(statistics.mean(losses) / statistics.mean(undisturbed) - 1)
-    assert off < 0.2, "the noise of new ranks is another, the weights are not"
-
-
-def indices_of(ranks: list[dict[str, Any]]) -> list[int]:
-    return sorted(index for rank in ranks for index in rank["indices"])
-
-
-def mean_loss(ranks: list[dict[str, Any]]) -> float:
-    return statistics.mean(float.fromhex(rank["loss"]) for rank in ranks)
+    assert_about_the_same(losses)

@@ -1,7 +1,8 @@
 """Two ranks under DeepSpeed: whichever is killed, the finished state, the order of the data and the rates are those of a run
-nobody disturbed; what DeepSpeed would have written into files is ordinary state of a checkpoint."""
+nobody disturbed; what DeepSpeed would have written into files is ordinary state of a checkpoint: other ranks go on from it."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -12,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 from harness import Direct, Run
-from many_ranks import hit, surviving, tracing
+from many_ranks import assert_about_the_same, hit, losses_with, surviving, tracing, train_with
 from torch import nn
 
+from perdure.training.checkpoint import manifest
 from perdure.training.checkpoint.plain import unpack_plain
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder
+from perdure.training.engine.loading import Loading
+from perdure.training.engine.zero_files import write_files
 
 ZERO = Path(__file__).parent / "zero"
 OTHER_SEED = "launch.env.TINY_seed=2"
@@ -54,13 +58,16 @@ def lose(run: Run, step: int, victims: list[int], *settings: str) -> None:
     assert run.committed()[-1].step >= at - 1, "no finished step of which both have a snapshot is lost"
 
 
-KILLS: list[Any] = [(2, [[1]])]  # Any: pytest's parameter sets
-KILLS += [pytest.param(stage, [[0], [0, 1]], marks=pytest.mark.chaos) for stage in (0, 1, 2, 3)]
-"""ZeRO's stage, and the victims of each launch but the last."""
+RANKS = ((1, 12), (4, 18), (2, 24))
+KILLS: list[Any] = [(2, [[1]], ((1, 24),))]  # Any: pytest's parameter sets
+KILLS += [pytest.param(stage, [[0], [0, 1]], RANKS, marks=pytest.mark.chaos) for stage in (0, 1, 2, 3)]
+"""ZeRO's stage; the victims of each launch but the last; then, from an earlier checkpoint on, so many ranks until that step."""
 
 
-@pytest.mark.parametrize(("stage", "kills"), KILLS)
-def test_zero_ends_bit_identical_after_ranks_are_killed(tmp_path: Path, stage: int, kills: list[list[int]]) -> None:
+@pytest.mark.parametrize(("stage", "kills", "launches"), KILLS)
+def test_zero_ends_bit_identical_after_ranks_are_killed_and_goes_on_with_another_number_of_them(
+    tmp_path: Path, stage: int, kills: list[list[int]], launches: tuple[tuple[int, int], ...]
+) -> None:
     reference = undisturbed(tmp_path / "reference", f"params.stage={stage}")
     run = make_run(tmp_path, f"params.stage={stage}")
     for number, victims in enumerate(kills):
@@ -72,6 +79,54 @@ def test_zero_ends_bit_identical_after_ranks_are_killed(tmp_path: Path, stage: i
     assert_it_is_ordinary_state(run, stage)
     if len(kills) > 1:
         assert_restore_gives_the_weights(run)
+    assert_others_go_on(run, surviving(reference), stage, launches)
+
+
+def assert_others_go_on(
+    run: Run, reference: dict[tuple[int, int], str], stage: int, launches: tuple[tuple[int, int], ...]
+) -> None:
+    """From the checkpoint 6 steps before that of the first launch on."""
+    start = launches[0][1] - 6
+    for name in run.committed():
+        if name.step > start:
+            shutil.rmtree(run.dir.checkpoint(name))
+    losses = []
+    for number, (processes, until) in enumerate(launches):
+        wanted = by_deepspeed(run, run.toml.parent / f"universal-{number}") if stage else {}
+        loaded = run.toml.parent / f"loaded-{number}.pt"
+        train_with(run, processes, until, OTHER_SEED, *([f"launch.env.TINY_loaded={loaded}"] if stage else []))
+        found = manifest.read(run.dir.checkpoint(run.committed()[-1]))
+        assert (found.step, found.world["size"], found.exact) == (until, processes, False)
+        assert verify_folder(run.dir.checkpoint(run.committed()[-1])) == []
+        if stage:
+            assert_same_tensors(torch.load(loaded), wanted)
+        losses += losses_with(run, processes, range(start, until), reference)
+        start = until
+    assert_about_the_same(losses)
+
+
+def by_deepspeed(run: Run, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Masters and moments of the last checkpoint, put together by DeepSpeed's own converter."""
+    with open_checkpoint(run.dir.checkpoint(run.committed()[-1])) as reader, Loading(reader, 1, 0) as loading:
+        folder.mkdir()
+        write_files("model", reader, loading.read, folder / "files")
+    convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    convert += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    convert += ["--input_folder", str(folder / "files"), "--output_folder", str(folder / "out")]
+    subprocess.run(convert, check=True, capture_output=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    found = {}
+    for one in (path for path in (folder / "out" / "zero").iterdir() if path.is_dir()):
+        loaded = {file.stem: torch.load(file, weights_only=False) for file in one.glob("*.pt")}
+        found[one.name] = {key: value["param"] if isinstance(value, dict) else value for key, value in loaded.items()}
+    return found
+
+
+def assert_same_tensors(loaded: dict[str, dict[str, torch.Tensor]], wanted: dict[str, dict[str, torch.Tensor]]) -> None:
+    assert sorted(loaded) == ["trained.0.bias", "trained.0.weight", "trained.3.bias", "trained.3.weight"]
+    for name, tensors in loaded.items():
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            assert tensors[key].count_nonzero(), "it has been trained"
+            assert torch.equal(tensors[key].flatten(), wanted[name][key].flatten()), (name, key)
 
 
 def assert_it_is_ordinary_state(run: Run, stage: int) -> None:

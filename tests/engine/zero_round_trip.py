@@ -4,6 +4,7 @@ weights, which then makes the same steps. Ends with what went wrong."""
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "crash" / "zero"))
 
 import train as tiny
 
+from perdure.training.checkpoint.plain import pack_plain, unpack_plain
 from perdure.training.engine.invariants import StepWatch, check_registered
 from perdure.training.engine.leaves import LoadedLeaf
 from perdure.training.engine.restore import restore
@@ -63,8 +65,8 @@ def refused(*words: str) -> Iterator[None]:
     assert all(word in f"{caught.value} {caught.value.hint}" for word in words), caught.value
 
 
-def build(stage: int, dtype: str, seed: int) -> Any:
-    session = SimpleNamespace(params={"stage": stage, "dtype": dtype}, world_size=1, total_steps=40)
+def build(stage: int, dtype: str, seed: int, *, round_robin: bool = False) -> Any:
+    session = SimpleNamespace(params={"stage": stage, "dtype": dtype, "round_robin": round_robin}, world_size=1, total_steps=40)
     return tiny.make_engine(session, seed)
 
 
@@ -114,6 +116,19 @@ def check_refusals(state: Loaded, tracked: dict[str, Any]) -> None:
     with refused("ConstantLR is in use, but not tracked"):
         check_registered(tracked)
     check_registered({**tracked, "scheduler": stray})
+    check_orders_are_refused()
+
+
+def check_orders_are_refused() -> None:
+    """On another number of ranks."""
+    for was, now in ((True, False), (False, True)):
+        state = saved({"model": unwrapped(build(2, "bf16", 1, round_robin=was))})
+        plain = unpack_plain(state["model"].data) | {"ranks": 2}
+        state["model"] = replace(state["model"], data=pack_plain(plain, "model"))
+        shapes = {path: leaf.shape for path, leaf in state.items()}
+        again = {"model": unwrapped(build(2, "bf16", 2, round_robin=now))}
+        with refused("round_robin_gradients", "as many ranks"):
+            restore(again, state.__getitem__, lambda *_: None, shapes.__getitem__)
 
 
 if __name__ == "__main__":

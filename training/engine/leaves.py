@@ -83,6 +83,8 @@ Read = Callable[[str], LoadedLeaf]
 """Gives the leaf at a path, or the tensor that leaves are pieces of; raises KeyError where the checkpoint has none."""
 ReadPart = Callable[[str, tuple[int, ...], Place], LoadedLeaf | None]
 """Gives the part at a place of the tensor of this shape; None where that has another; raises KeyError as `Read` does."""
+ShapeOf = Callable[[str], tuple[int, ...]]
+"""Gives the shape of a tensor of which only parts will be read; raises KeyError as `Read` does."""
 
 
 def escape(key: str) -> str:
@@ -203,10 +205,10 @@ class Encoder:
 class Decoder:
     """The way back, for one tracked object: references are read where they stand."""
 
-    def __init__(self, root: str, read: Read, read_part: ReadPart | None = None) -> None:
-        """`read_part`: needed where live values are DTensors."""
+    def __init__(self, root: str, read: Read, read_part: ReadPart | None = None, shape_of: ShapeOf | None = None) -> None:
+        """`read_part`: needed where live values are DTensors; both where DeepSpeed's ranks are more or fewer than before."""
         self.root = root
-        self.read, self._read_part = read, read_part
+        self.read, self.read_part, self.shape_of = read, read_part, shape_of
         self._like: DTensor | None = None
 
     def decode_as(self, value: Any, like: Any) -> Any:  # Any: plain values in, user state out; a live value
@@ -220,8 +222,8 @@ class Decoder:
     def tensor(self, relative: str) -> torch.Tensor:
         path, like = f"{self.root}/{relative}", self._like
         try:
-            if like is not None and self._read_part is not None:
-                part = self._read_part(path, tuple(like.shape), place_of(like, path))
+            if like is not None and self.read_part is not None:
+                part = self.read_part(path, tuple(like.shape), place_of(like, path))
                 if part is not None:
                     return with_layout(part.tensor(path), like)
             return self.read(path).tensor(path)

@@ -14,7 +14,7 @@ from perdure.training.engine.compare import listed
 from perdure.training.engine.leaves import LoadedLeaf, escape
 from perdure.training.engine.shards import Place
 from perdure.training.engine.state import Tracked
-from perdure.training.engine.zero import ZeroEngine
+from perdure.training.engine.zero import BUFFERS, ZeroEngine
 from perdure.training.errors import ConfigError
 
 
@@ -50,6 +50,11 @@ class Loading:
             return LoadedLeaf("tensor", whole.dtype, place.shape, self._ahead.read(piece))
         return LoadedLeaf("tensor", whole.dtype, place.shape, whole.read_part(self._reader, place.offsets, place.shape))
 
+    def shape_of(self, path: str) -> tuple[int, ...]:
+        """Of a tensor that is cut anew: what is loaded from it is not what has its name now."""
+        self.digests[path] = None
+        return tuple(self._leaves[path][1].shape)
+
     def __enter__(self) -> "Loading":
         return self
 
@@ -61,7 +66,7 @@ def check_can_spread(reader: CheckpointReader, tracked: Tracked) -> None:
     """Whether another number of ranks can go on from it. Raises ConfigError naming what belongs to single ranks. Buffers of a
     module may differ (running means, say): a new rank has those of rank 0."""
     several = {path.partition("/")[0] for path in _in_several(reader) - _buffers(tracked)}
-    own = [name for name, obj in tracked.items() if name in several or isinstance(obj, (StatefulDataLoader, ZeroEngine))]
+    own = [name for name, obj in tracked.items() if name in several or isinstance(obj, StatefulDataLoader)]
     if own:
         raise ConfigError(
             f"the checkpoint {reader.manifest.name} is of {reader.ranks} ranks, and each has its own state of {listed(own)}, "
@@ -77,5 +82,6 @@ def _in_several(reader: CheckpointReader) -> set[str]:
 
 
 def _buffers(tracked: Tracked) -> set[str]:
-    modules = ((name, obj) for name, obj in tracked.items() if isinstance(obj, torch.nn.Module))
-    return {f"{name}/{escape(key)}" for name, module in modules for key, _ in module.named_buffers()}
+    modules = {name: obj for name, obj in tracked.items() if isinstance(obj, torch.nn.Module)}
+    modules |= {f"{name}/{BUFFERS}": obj.engine.module for name, obj in tracked.items() if isinstance(obj, ZeroEngine)}
+    return {f"{name}/{escape(key)}" for name, module in modules.items() for key, _ in module.named_buffers()}

@@ -8,7 +8,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from perdure.training.engine import compare, replanning
-from perdure.training.engine.leaves import Decoder, Read, ReadPart, read_plain
+from perdure.training.engine.leaves import Decoder, Read, ReadPart, ShapeOf, read_plain
 from perdure.training.engine.state import (
     INVENTORY,
     Tracked,
@@ -27,7 +27,9 @@ _LOAD_ERRORS = (KeyError, IndexError, TypeError, ValueError, AttributeError, Run
 """What a load_state_dict raises on state it does not like."""
 
 
-def restore(tracked: Tracked, read: Read, read_part: ReadPart | None = None, *, replan: bool = False) -> list[str]:
+def restore(
+    tracked: Tracked, read: Read, read_part: ReadPart | None = None, shape_of: ShapeOf | None = None, *, replan: bool = False
+) -> list[str]:
     """Load every tracked object. Raises ConfigError naming all differences; with `replan`, changed settings of optimizers and
     schedulers are applied (new plan, stored position) and returned, one sentence each, for the record."""
     note_built(tracked)
@@ -43,7 +45,7 @@ def restore(tracked: Tracked, read: Read, read_part: ReadPart | None = None, *, 
     planned = replanning.plan(tracked, stored) if plan_changes else replanning.NOTHING
     for name in sorted(tracked, key=lambda name: _ORDER.index(kind_of(tracked[name]))):
         if not any(tracked[name] is done for done in planned.done):
-            _load(tracked[name], Decoder(name, read, read_part), stored[name], names)
+            _load(tracked[name], Decoder(name, read, read_part, shape_of), stored[name], names)
     planned.apply()
     return plan_changes
 

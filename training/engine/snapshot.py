@@ -97,7 +97,7 @@ class Snapshots:
                 check_can_spread(reader, self._tracked)
             self._note_exactness(reader)
             replan = bool(self._link.welcome["replan"])
-            planned = restore(self._tracked, loading.read, loading.read_part, replan=replan)
+            planned = restore(self._tracked, loading.read, loading.read_part, loading.shape_of, replan=replan)
             self._exact_reasons += planned
             if replan:
                 scale = bool(self._link.welcome["scale_lr"])

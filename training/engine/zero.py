@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from typing import Any
 import torch
 
 from perdure.training.engine.leaves import Decoder, Encoder, Leaf, dtype_name, escape, plain_leaf, read_plain
+from perdure.training.engine.zero_ranks import OtherRanks, Ref
 from perdure.training.errors import CheckpointDamaged, ConfigError
 from perdure.training.redact import names_a_secret
 
 _TAG = "perdure"
+BUFFERS = "%buffers"
+"""Beside the files: the path of what is in none of them."""
 _SOCKET = "PERDURE_AGENT_SOCKET"
 _OBJECTS = {
     "LossScaler": "deepspeed.runtime.fp16.loss_scaler",
@@ -49,7 +53,7 @@ class ZeroEngine:
         """One plain leaf that is the same in all ranks, and a plain leaf and tensors for each file that this rank would write.
         All ranks must ask at the same place."""
         own = Encoder(name)
-        plain = self.plain() | {"buffers": own.encode(self._buffers(), "%buffers")}
+        plain = self.plain() | {"buffers": own.encode(self._buffers(), BUFFERS)}
         leaves = [plain_leaf(name, plain), *own.leaves]
         for file, state in self._saved().items():
             encoder = _Encoder(f"{name}/{escape(file)}")
@@ -87,14 +91,17 @@ class ZeroEngine:
     # what is loaded
 
     def load(self, decoder: Decoder, plain: dict[str, Any]) -> None:  # Any: plain values
-        """Raises CheckpointDamaged where the checkpoint lacks a file of this rank's."""
+        """Of as many ranks or of others. Raises CheckpointDamaged where the checkpoint lacks a file that is needed."""
         name, read = decoder.root, decoder.read
 
-        def load(file: str) -> Any:  # Any: as DeepSpeed has it
+        def load(file: str, kind: type[Decoder] = ZeroDecoder) -> Any:  # Any: as DeepSpeed has it
             root = f"{name}/{escape(file)}"
-            return ZeroDecoder(root, read).decode(read_plain(read, root))
+            return kind(root, read).decode(read_plain(read, root))
 
-        with self._in_place_of_files(load=load), _folder() as folder:
+        asked: _Load = load
+        if plain["ranks"] != self.engine.seq_dp_world_size:
+            asked = OtherRanks(self.engine, decoder, partial(load, kind=_Unread), plain["ranks"]).file
+        with self._in_place_of_files(load=asked), _folder() as folder:
             wanted = Path(self.engine._get_ckpt_name(folder, _TAG))  # DeepSpeed looks for this one before it loads
             wanted.parent.mkdir()
             wanted.touch()
@@ -210,6 +217,11 @@ class ZeroDecoder(Decoder):
         made = kind.__new__(kind)
         vars(made).update(self.decode(fields))
         return made
+
+
+class _Unread(ZeroDecoder):
+    def tensor(self, relative: str) -> Any:  # Any: what stands for it
+        return Ref(f"{self.root}/{relative}")
 
 
 def _in_memory(save: _Save, load: _Load) -> Any:  # Any: a CheckpointEngine

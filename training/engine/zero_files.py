@@ -26,7 +26,12 @@ def weights(name: str, plain: Mapping[str, Any], reader: CheckpointReader, read:
         files = write_files(name, reader, read, Path(folder, "files"))
         if plain["stage"] == 0:
             return dict(torch.load(files[0], weights_only=False)["module"])
-        return dict(get_fp32_state_dict_from_zero_checkpoint(folder, tag="files"))
+        found = dict(get_fp32_state_dict_from_zero_checkpoint(folder, tag="files"))
+        if plain["stage"] == 1:  # of which DeepSpeed leaves out frozen ones
+            [file] = [file for file in files if file.name.endswith("model_states.pt")]
+            kept = torch.load(file, weights_only=False)["module"]
+            found |= {key: value.float() for key, value in kept.items() if key not in found}
+        return found
 
 
 def write_files(name: str, reader: CheckpointReader, read: Read, folder: Path) -> list[Path]:

@@ -1,5 +1,5 @@
-"""TINY under DeepSpeed: a frozen layer, a buffer of each rank's own, dropout, two micro batches in a step, a scheduler that the
-caller makes, and a data set that does not divide."""
+"""TINY under DeepSpeed: a frozen layer, a buffer of each rank's own, two groups of parameters, dropout, two micro batches in a
+step, a scheduler that the caller makes, and a data set that does not divide."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import time
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset
@@ -51,18 +52,38 @@ def make_engine(session: Session, seed: int) -> deepspeed.DeepSpeedEngine:
         "train_micro_batch_size_per_gpu": BATCH // session.world_size,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": session.params["stage"], "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {
+            "stage": session.params["stage"],
+            "stage3_param_persistence_threshold": 0,
+            "round_robin_gradients": session.params.get("round_robin", False),
+        },
         "comet": {"api_key": "planted-and-never-saved"},
         "gradient_clipping": 1.0,
         **({} if dtype == "fp32" else {dtype: {"enabled": True}}),
     }
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=[one for one in model.parameters() if one.requires_grad],
+        model_parameters=[
+            {"params": [one for one in model.trained.parameters() if one.dim() > 1]},
+            {"params": [one for one in model.trained.parameters() if one.dim() == 1], "weight_decay": 0.0},
+        ],
         config=config,
         lr_scheduler=lambda optimizer: OneCycleLR(optimizer, 1e-2, total_steps=session.total_steps + 1),
     )
     return engine
+
+
+def tell_what_was_loaded(engine: deepspeed.DeepSpeedEngine, rank: int, file: str) -> None:
+    """Masters and moments of the whole model by their names, as DeepSpeed gathers them from all ranks."""
+    found = {}
+    if 1 <= engine.zero_optimization_stage() <= 2:
+        engine.optimizer._lazy_init_hp_params_optimizer_state()  # else only its first step would
+    for name, one in engine.module.named_parameters():
+        if one.requires_grad:
+            moments = {key: safe_get_full_optimizer_state(one, key) for key in ("exp_avg", "exp_avg_sq")}
+            found[name] = {"fp32": safe_get_full_fp32_param(one), **moments}
+    if rank == 0:
+        torch.save(found, file)
 
 
 def train(session: Session) -> None:
@@ -79,6 +100,8 @@ def train(session: Session) -> None:
     batches = loader.forever()
     dtype = next(engine.module.parameters()).dtype
     for step in session.steps():
+        if file := trial.pop("loaded", ""):
+            tell_what_was_loaded(engine, session.rank, file)
         seen, losses = [], []
         for _ in range(engine.gradient_accumulation_steps()):
             indices, x = next(batches)
