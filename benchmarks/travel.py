@@ -124,6 +124,8 @@ def _arguments(client: str, direction: str, folder: Path, prefix: str, server: S
     if client == "s5cmd":
         ends = [here, f"s3://{there}"] if up else [f"s3://{there}*", here]
         return ["--endpoint-url", server.endpoint, "--log=error", "cp", f"--part-size={PART >> 20}", "--concurrency=4", *ends]
+    if client == "perdure" and not up:
+        return ["-m", "perdure.cli", "pull", f"s3://{there}", str(folder.parent.parent), f"--endpoint-url={server.endpoint}"]
     return [str(CLIENT), client, direction, str(folder), prefix]
 
 

@@ -1,4 +1,4 @@
-"""An S3 bucket as a store (boto3; imported only when an s3:// URL is opened).
+"""An S3 bucket as a store (botocore; imported only when an s3:// URL is opened).
 
 The commit marker is always one small conditional PUT. Ranged reads and ETags are never trusted: callers compare digests."""
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlencode, urlsplit
 
-import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.session import get_session
@@ -23,7 +22,7 @@ from perdure.training import files
 from perdure.training.errors import ObjectNotFound, ObjectTooLarge, StoreError
 from perdure.training.storage import s3_errors
 from perdure.training.storage.cold import ColdStore
-from perdure.training.storage.s3_cold import S3Cold
+from perdure.training.storage.s3_cold import S3Cold, add_copy
 from perdure.training.storage.s3_lane import Lane
 from perdure.training.storage.s3_upload import Upload
 from perdure.training.storage.store import (
@@ -91,7 +90,7 @@ class S3Store:
             s3=None if self.settings.addressing == "auto" else {"addressing_style": self.settings.addressing},
         )
         try:
-            return self._session.client(
+            return self._session.create_client(
                 "s3", endpoint_url=self.settings.endpoint_url or None, region_name=self.settings.region or None, config=config
             )
         except BotoCoreError as error:
@@ -100,24 +99,19 @@ class S3Store:
             raise StoreError(f"{self.url}: {error}", retryable=False, hint="correct store.endpoint_url") from None
 
     @functools.cached_property
-    def _core(self) -> Any:  # Any: boto3's type stubs are a package of their own
-        core = get_session()
-        core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_when)
-        return core
-
-    @functools.cached_property
-    def _session(self) -> Any:  # Any: as `_core`
-        try:
-            session = boto3.session.Session(botocore_session=self._core)
-        except BotoCoreError as error:
-            raise s3_errors.from_client(error, self.url, self.settings.endpoint_url or "AWS") from None
+    def _session(self) -> Any:  # Any: botocore's type stubs are a package of their own
+        """botocore's: importing boto3 takes as long again, and of it only copies of a cold tier need anything."""
+        session = get_session()
+        session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_when)
+        if self.settings.storage_class in NEED_THAW:
+            session.register("creating-client-class.s3", add_copy)
         with s3_errors.credentials_explained(self.url):
             session.get_credentials()
         return session
 
     @functools.cached_property
     def _lane(self) -> Lane:
-        client, keys, trusted = self.client, self._session.get_credentials(), self._core.get_config_variable("ca_bundle")
+        client, keys, trusted = self.client, self._session.get_credentials(), self._session.get_config_variable("ca_bundle")
         return Lane(client, keys, self.bucket, checksums=self.checksums, ca_bundle=trusted)
 
     @functools.cached_property

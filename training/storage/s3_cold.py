@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
-from boto3.s3.transfer import TransferConfig
 from botocore.exceptions import ClientError
 
 from perdure.training.errors import ObjectNotFound, StoreError
@@ -21,6 +20,13 @@ LARGEST_COPY = 5 << 30
 _PART = 1 << 30
 _PROOF = "perdure-digest"
 """In an object's metadata: what its bytes were proven to be before it was moved."""
+
+
+def add_copy(**client_class: Any) -> None:  # Any: botocore's event
+    """Gives a client that is being made boto3's `copy`."""
+    from boto3.s3.inject import inject_s3_transfer_methods
+
+    inject_s3_transfer_methods(**client_class)
 
 
 class S3Cold:
@@ -41,6 +47,8 @@ class S3Cold:
         return self._class
 
     def _copy(self, key: str, digest: str) -> None:
+        from boto3.s3.transfer import TransferConfig
+
         full = self._store.full_key(key)
         wanted = {"StorageClass": self._class, "MetadataDirective": "REPLACE", "Metadata": {_PROOF: digest}, **self._on_write}
         if "Tagging" in wanted:
