@@ -1,11 +1,12 @@
 """Secrets that Prefect's Secret blocks hold, for a worker whose environment has none: they go into the environment of this very
 process, where everything looks for them, and nowhere else. What the environment has wins."""
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
 from prefect.client.orchestration import get_client
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
 from perdure.training.config import RunConfig
 from perdure.training.errors import ConfigError
@@ -13,6 +14,7 @@ from perdure.training.errors import ConfigError
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
+logger = logging.getLogger(__name__)
 SLACK = "SLACK_BOT_TOKEN"
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _AWS_CHAIN = (
@@ -65,6 +67,11 @@ def _value(client: "SyncPrefectClient", block: str) -> str:
         value = client.read_block_document_by_name(block, "secret", include_secrets=True).data.get("value")
     except ObjectNotFound:
         return ""
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code != 403:
+            raise
+        logger.warning("The Prefect server lets nobody with this key read Secret block %s; going on without it.", block)
+        return ""  # the secret may not be needed: a machine's role, ~/.aws
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"Secret block {block} does not hold a text", "put the bare token or key into it")
     return value.strip()
