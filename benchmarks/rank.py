@@ -137,7 +137,7 @@ class Run:
         if dist.get_rank() == 0:
             self._wire = self._wire or _saver(folder.parent)
             told = {"step": 1, "token": int(folder.name), "full": True, "ranks": len(self._every)}
-            how = {"encoding": "auto", "threads": THREADS, "retention": {}, "stored": False}
+            how = {"encoding": "auto", "threads": THREADS, "retention": {}, "stored": False, "node": 0, "nodes": 1}
             self._wire.send({**told, **how}, tuple(self._every))
 
     def wait(self) -> None:

@@ -29,11 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.set)
-    if not 1 <= args.node < config.launch.nodes:
-        raise ConfigError(
-            f"--node {args.node}: {config.path} has launch.nodes = {config.launch.nodes}",
-            "give a number from 1 to launch.nodes - 1; node 0 is where `perdure run` runs",
+    last = config.launch.nodes - 1
+    if not 1 <= args.node <= last:
+        fix = (
+            f"give a number from 1 to {last}; node 0 is where `perdure run` runs"
+            if last
+            else "set it to the number of machines"
         )
+        raise ConfigError(f"--node {args.node}: {config.path} has launch.nodes = {config.launch.nodes}", fix)
     step = _Member(config, args.node).go()
     if args.json:
         render.print_json({"run_dir": str(config.run_dir), "node": args.node, "step": step})

@@ -64,7 +64,12 @@ def _copy(target: Target, name: CheckpointName, *, quiet: bool) -> None:
             fact = push(target.run, store, name, progress=progress.at)
     except StoreError as error:
         events.record(
-            target.run, "push_failed", step=name.step, name=str(name), error=str(error)[:1000], retryable=error.retryable
+            target.run,
+            "push_failed",
+            step=name.step,
+            name=str(name),
+            error=error.in_one_line()[:1000],
+            retryable=error.retryable,
         )
         raise
     if fact.result != "good":

@@ -65,7 +65,7 @@ def _adopt_or_create(config: RunConfig, run: RunDir, store: ObjectStore | None) 
             if not error.retryable:
                 run.run_json.unlink()
                 raise
-            events.record(run, "push_failed", step=0, error=str(error)[:1000], retryable=True)
+            events.record(run, "push_failed", step=0, error=error.in_one_line()[:1000], retryable=True)
 
 
 def _newest_good(run: RunDir) -> CheckpointName | None:

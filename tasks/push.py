@@ -28,7 +28,9 @@ def copy_out(run: RunDir, store: ObjectStore, name: CheckpointName, should_stop:
     try:
         fact = push_checkpoint(run, store, name, should_stop=should_stop)
     except StoreError as error:
-        events.record(run, "push_failed", step=name.step, name=str(name), error=str(error)[:1000], retryable=error.retryable)
+        events.record(
+            run, "push_failed", step=name.step, name=str(name), error=error.in_one_line()[:1000], retryable=error.retryable
+        )
         if not error.retryable:
             raise
         return False

@@ -64,6 +64,8 @@ class Machines:
 
     def take_down(self) -> None:
         for node in (0, 1):
+            with contextlib.suppress(subprocess.CalledProcessError):  # at once; with its namespace it would go some time later
+                ip("link", "del", f"{self._mark}v{node}")
             with contextlib.suppress(subprocess.CalledProcessError):
                 ip("netns", "del", self.name(node))
             shutil.rmtree(Path("/etc/netns", self.name(node)), ignore_errors=True)

@@ -13,6 +13,10 @@ class PerdureError(Exception):
         super().__init__(redact(message))
         self.hint = redact(hint) or self.hint
 
+    def in_one_line(self) -> str:
+        """What happened, and what to do in brackets."""
+        return f"{self} ({self.hint})" if self.hint else str(self)
+
 
 class ConfigError(PerdureError, ValueError):
     """A setting is unknown, of the wrong type, impossible, or differs from the checkpoint's."""

@@ -61,9 +61,10 @@ def taken_back(store: ObjectStore, before: dict[str, bytes], run: RunDir, saved:
 
 @pytest.mark.parametrize("kind", ["folder", pytest.param("s3", marks=pytest.mark.chaos)])
 def test_killed_anywhere_what_stays_is_whole_and_the_next_prune_finishes(
-    kind: str, request: pytest.FixtureRequest, made: MadeRun, tmp_path: Path, pruner: "subprocess.Popen[str]"
+    kind: str, request: pytest.FixtureRequest, made: MadeRun, tmp_path: Path
 ) -> None:
     store: ObjectStore = request.getfixturevalue("folder_store") if kind == "folder" else request.getfixturevalue("open_s3")()
+    pruner = request.getfixturevalue("pruner")  # now that the store's keys are in the environment
     for name in (BASE, INCREMENT, NEWEST):
         source = Source(name.step).tensor("a", "uint8", (3000,), random_bytes(name == NEWEST, 3000))
         made.write(name, source, base=BASE if name == INCREMENT else None)

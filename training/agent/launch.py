@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from perdure.training import files
 from perdure.training.agent.commands import refuse_what_cannot_start
 from perdure.training.agent.lock import LOCK_FD_VARIABLE, RunLock, end_agent
@@ -28,11 +30,16 @@ def for_trainers(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if not k.startswith(_SECRET_PREFIXES) and k != LOCK_FD_VARIABLE}
 
 
+class _Beat(msgspec.Struct, frozen=True, kw_only=True):
+    token: int
+    step: int
+
+
 class Trainer:
     """One launch. Use `start`; always `end` it."""
 
-    def __init__(self, config: RunConfig, token: int, process: subprocess.Popen[bytes]) -> None:
-        self.config, self.token, self.process = config, token, process
+    def __init__(self, config: RunConfig, token: int, began: int, process: subprocess.Popen[bytes]) -> None:
+        self.config, self.token, self.began, self.process = config, token, began, process
         self.run = RunDir(config.run_dir)
 
     @classmethod
@@ -67,7 +74,7 @@ class Trainer:
                 pass_fds=(lock.fd,),
                 env=for_trainers(environment),
             )
-        return cls(config, token, process)
+        return cls(config, token, resume.step if resume else 0, process)
 
     def _order(self, **order: object) -> None:
         assert self.process.stdin is not None
@@ -136,8 +143,16 @@ class Trainer:
             token=self.token,
             reason="failed",
             error_class="infrastructure",
-            step=0,
+            step=self._last_step(),
             detail=f"agent ended with status {self.process.poll()}",
             log_tail="",
             ended=time.time(),
         )
+
+    def _last_step(self) -> int:
+        """What the agent's last heartbeat told."""
+        try:
+            beat = msgspec.json.decode(files.read_limited(self.run.progress_json, 4096), type=_Beat)
+        except (OSError, ValueError):
+            return self.began
+        return max(beat.step, self.began) if beat.token == self.token else self.began

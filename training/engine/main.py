@@ -106,13 +106,11 @@ def main() -> int:
         train(link)
     except BaseException as error:  # the process entry: told to the agent, printed to the log
         sys.stderr.write(redact(traceback.format_exc()))
-        where = str(error) if isinstance(error, PerdureError) else traceback.format_exception_only(error)[-1].strip()
+        where = error.in_one_line() if isinstance(error, PerdureError) else traceback.format_exception_only(error)[-1].strip()
         if isinstance(error, SyntaxError) and error.filename:
             where = f"{error.filename}:{error.lineno}: {where}"
         if isinstance(error, SystemExit) and error.code in (0, None):
             where = "the entry function called sys.exit()"
-        if isinstance(error, PerdureError) and error.hint:
-            where += f" ({error.hint})"
         link.say(failed=classify(error), detail=redact(where)[:_DETAIL_CHARS])
         return 1
     return 0
