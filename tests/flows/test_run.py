@@ -52,7 +52,7 @@ def test_undisturbed_run_turns_others_away_completes_replicates_and_is_then_fini
         second = subprocess.run(run.command(), capture_output=True, text=True, timeout=30, check=False)
         assert second.returncode == 3
         assert f"process {first.pid}" in second.stderr
-    for step, why in ((15, "due"), (16, "asked for by session.save()")):
+    for step, why in ((15, "due"), (17, "asked for by session.save()")):
         wait_until(lambda: any(told(run, "pushed", step)), f"a checkpoint inside a chunk, {why}, in the store")  # noqa: B023
     assert not any(told(run, "chunk_finished", 20)), "proven and copied while its chunk trains on"
     run.go_on()
