@@ -13,11 +13,13 @@ from prefect.cache_policies import NO_CACHE
 from perdure.tasks.pulse import CHUNK, pulse
 from perdure.training import events
 from perdure.training.agent.launch import Trainer
-from perdure.training.checkpoint.manifest import is_committed
+from perdure.training.checkpoint import lineage
 from perdure.training.errors import PerdureError, Stopped
 from perdure.training.run_dir import CheckpointName, RunDir
 
 _TAIL_BYTES = 1 << 20
+_LOOK_SECS = 1.0
+"""Between two looks for checkpoints inside the chunk: one asked for by `session.save()` may come at any step."""
 
 
 class LaunchEnded(PerdureError):
@@ -28,18 +30,21 @@ class LaunchEnded(PerdureError):
 def train_chunk(
     trainer: Trainer, start: int, end: int, committed: Callable[[CheckpointName], None]
 ) -> dict[str, Any]:  # Any: JSON values, shown in the UI
-    """Train steps `start`..`end`; `committed` hears of each checkpoint that is due before `end`. Raises LaunchEnded, or Stopped
-    when somebody asked the run to stop."""
-    due = iter(trainer.config.due_inside(start, end))
-    following = next(due, None)
+    """Train steps `start`..`end`; `committed` hears of each checkpoint before `end`, within a second. Raises LaunchEnded, or
+    Stopped when somebody asked the run to stop."""
+    told: set[CheckpointName] = set()
+    look = 0.0
 
     def each_poll() -> None:
-        nonlocal following
+        nonlocal look
         if trainer.run.stop_request.exists():
             raise Stopped(_reason(trainer.run))
-        if following is not None and is_committed(trainer.run, name := CheckpointName(following, trainer.token)):
-            following = next(due, None)
-            committed(name)
+        if time.monotonic() >= look:
+            look = time.monotonic() + _LOOK_SECS
+            for name in lineage.committed(trainer.run):
+                if name.token == trainer.token and start <= name.step < end and name not in told:
+                    told.add(name)
+                    committed(name)
 
     began = time.monotonic()
     trainer.lease(min(end + trainer.config.run.chunk, trainer.config.run.steps))

@@ -92,10 +92,6 @@ class RunConfig(_Document, frozen=True, kw_only=True):
     def save_every(self) -> int:
         return self.checkpoint.every or self.run.chunk
 
-    def due_inside(self, start: int, end: int) -> range:
-        """Steps of the checkpoints that are due from `start` on and before `end`."""
-        return range(-(-start // self.save_every) * self.save_every, end, self.save_every)
-
     def is_save_step(self, step: int) -> bool:
         """A checkpoint is due after this step."""
         return step > 0 and (step % self.save_every == 0 or step % self.run.chunk == 0 or step >= self.run.steps)

@@ -46,12 +46,14 @@ def tree_digest(folder: Path) -> str:
 
 
 def test_undisturbed_run_turns_others_away_completes_replicates_and_is_then_finished(run: Run, reference: str) -> None:
+    run.settings.append("params.name_at=16")
     first = run.start_held_at(17)
     for _ in range(5):
         second = subprocess.run(run.command(), capture_output=True, text=True, timeout=30, check=False)
         assert second.returncode == 3
         assert f"process {first.pid}" in second.stderr
-    wait_until(lambda: any(told(run, "pushed", 15)), "a checkpoint inside a chunk in the store")
+    for step, why in ((15, "due"), (17, "asked for by session.save()")):
+        wait_until(lambda: any(told(run, "pushed", step)), f"a checkpoint inside a chunk, {why}, in the store")  # noqa: B023
     assert not any(told(run, "chunk_finished", 20)), "proven and copied while its chunk trains on"
     run.go_on()
     assert first.wait(120) == 0, run.log()
