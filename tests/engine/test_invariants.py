@@ -102,6 +102,14 @@ def test_a_scheduler_that_nobody_saves_is_refused() -> None:
     check_registered({**tracked, "scheduler": scheduler})
 
 
+def test_a_scheduler_that_another_tracked_object_only_knows_is_refused() -> None:
+    tracked = made()
+    wrapper = Wrapper(tracked["optimizer"])
+    wrapper.scheduler = torch.optim.lr_scheduler.LambdaLR(tracked["optimizer"], lambda step: 1.0)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="a LambdaLR is in use, but not tracked"):
+        check_registered({**tracked, "wrapper": wrapper})
+
+
 def test_a_dropped_scheduler_is_not_missed() -> None:
     tracked = made()
     torch.optim.lr_scheduler.LambdaLR(tracked["optimizer"], lambda step: 1.0)

@@ -182,7 +182,9 @@ def check_registered(tracked: Tracked) -> None:
     """Raises ConfigError for state that lives beside what is tracked and that nobody would save."""
     problems = [*_unsaved_parameters(tracked)]
     optimizers = [obj for obj in tracked.values() if isinstance(obj, torch.optim.Optimizer)]
-    known = {id(inner) for obj in tracked.values() for inner in (obj, *_nested(obj), *_held(obj))}
+    known = {id(inner) for obj in tracked.values() for inner in (obj, *_nested(obj))}
+    held = [inner for obj in tracked.values() for inner in _held(obj)]
+    known |= {id(one) for one in held if not (isinstance(one, LRScheduler) and any(one.optimizer is obj for obj in optimizers))}
     for engine in (obj for obj in tracked.values() if isinstance(obj, ZeroEngine)):
         optimizers += engine.optimizers
         known |= {id(obj) for obj in (*engine.optimizers, engine.engine.lr_scheduler)}
