@@ -102,6 +102,14 @@ def test_a_scheduler_that_nobody_saves_is_refused() -> None:
     check_registered({**tracked, "scheduler": scheduler})
 
 
+def test_a_scheduler_that_another_tracked_object_only_knows_is_refused() -> None:
+    tracked = made()
+    wrapper = Wrapper(tracked["optimizer"])
+    wrapper.scheduler = torch.optim.lr_scheduler.LambdaLR(tracked["optimizer"], lambda step: 1.0)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="a LambdaLR is in use, but not tracked"):
+        check_registered({**tracked, "wrapper": wrapper})
+
+
 def test_a_dropped_scheduler_is_not_missed() -> None:
     tracked = made()
     torch.optim.lr_scheduler.LambdaLR(tracked["optimizer"], lambda step: 1.0)
@@ -120,6 +128,39 @@ def test_a_scaler_that_nobody_saves_is_refused() -> None:
     scaler.scale(tracked["model"](torch.ones(4)).sum()).backward()
     with pytest.raises(ConfigError, match="a GradScaler is in use, but not tracked"):
         check_registered(tracked)
+
+
+class Wrapper:
+    """A user's object around an optimizer, which saves it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.inner = [optimizer]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner[0].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_an_optimizer_of_a_tracked_model_that_nobody_saves_is_refused(others: bool) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    tracked = {**(made() if others else {}), "second": model}
+    with pytest.raises(ConfigError, match="a AdamW is in use, but not tracked"):
+        check_registered(tracked)
+    check_registered({**tracked, "wrapper": Wrapper(optimizer)})
+
+
+def test_a_scheduler_whose_optimizer_is_not_tracked_either_is_refused() -> None:
+    model = nn.Linear(4, 2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(model.parameters(), lr=0.1), lambda step: 1.0)
+    with pytest.raises(ConfigError, match="a LambdaLR is in use, but not tracked"):
+        check_registered({"model": model})
+    assert scheduler.last_epoch == 0
 
 
 def test_parameters_that_nobody_saves_are_refused() -> None:

@@ -96,6 +96,16 @@ def test_another_sequential_plan_on_request_is_entered_at_the_stored_position(ha
     assert resumed.returned[4:] == harness.run(trained(harness, sequential), 10).returned[4:]
 
 
+def test_other_milestones_are_refused_or_entered_on_request(harness: Any) -> None:
+    def at(*milestones: int) -> Make:
+        return lambda optimizer: lr_scheduler.MultiStepLR(optimizer, milestones)
+
+    with pytest.raises(ConfigError, match=r"milestones was .*6.*8.* is .*5.*9.* now"):
+        harness.run(switching(harness, at(6, 8), at(5, 9)), 5, (4,))
+    resumed = harness.run(switching(harness, at(6, 8), at(5, 9)), 10, (4,), replan=True)
+    assert resumed.returned[4:] == harness.run(trained(harness, at(5, 9)), 10).returned[4:]
+
+
 def test_a_replanned_run_is_resumed_again_without_asking(harness: Any) -> None:
     build = switching(harness, cosine(10), cosine(20))
     once = harness.run(build, 8, (4,), replan=True)

@@ -120,7 +120,8 @@ def _optimizer(optimizer: torch.optim.Optimizer, plain: Plain, names: Mapping[in
 
 def changed_settings(old: Any, new: Any, path: str = "") -> list[str]:  # Any: plain settings of any shape
     """Settings present in both that differ: what only one version of torch knows is no change of plan."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
+    counts = isinstance(old, Mapping) and isinstance(new, Mapping) and all(key.isdigit() for key in {*old, *new})
+    if isinstance(old, Mapping) and isinstance(new, Mapping) and not counts:  # counts: milestones, where each key is a setting
         return [
             change
             for key in old

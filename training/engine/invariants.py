@@ -5,7 +5,7 @@
 import contextlib
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import blake3
@@ -182,14 +182,18 @@ def check_registered(tracked: Tracked) -> None:
     """Raises ConfigError for state that lives beside what is tracked and that nobody would save."""
     problems = [*_unsaved_parameters(tracked)]
     optimizers = [obj for obj in tracked.values() if isinstance(obj, torch.optim.Optimizer)]
-    known = {id(obj) for obj in tracked.values()} | {id(inner) for obj in tracked.values() for inner in _nested(obj)}
+    known = {id(inner) for obj in tracked.values() for inner in (obj, *_nested(obj))}
+    held = [inner for obj in tracked.values() for inner in _held(obj)]
+    known |= {id(one) for one in held if not (isinstance(one, LRScheduler) and any(one.optimizer is obj for obj in optimizers))}
     for engine in (obj for obj in tracked.values() if isinstance(obj, ZeroEngine)):
         optimizers += engine.optimizers
         known |= {id(obj) for obj in (*engine.optimizers, engine.engine.lr_scheduler)}
+    ours = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
+    ours |= {id(one) for obj in tracked.values() if isinstance(obj, torch.nn.Module) for one in obj.parameters()}
     scaled = any(isinstance(obj, torch.amp.GradScaler) for obj in tracked.values())
-    if any(id(obj) not in known and _is_stray(obj, optimizers, scaled) for obj in _alive(*_STATEFUL)):
+    if any(id(obj) not in known and _is_stray(obj, ours, scaled) for obj in _alive(*_STATEFUL)):
         gc.collect()  # what was built and dropped may still lie around in a cycle
-        strays = [obj for obj in _alive(*_STATEFUL) if id(obj) not in known and _is_stray(obj, optimizers, scaled)]
+        strays = [obj for obj in _alive(*_STATEFUL) if id(obj) not in known and _is_stray(obj, ours, scaled)]
         problems += [f"a {type(obj).__qualname__} is in use, but not tracked" for obj in strays]
     if problems:
         raise ConfigError("not everything would be saved: " + "; ".join(problems), "pass it to session.track(name=...)")
@@ -210,13 +214,22 @@ def _alive(*kinds: type) -> list[Any]:  # Any: objects of these kinds
     return found
 
 
-def _is_stray(obj: Any, optimizers: Iterable[torch.optim.Optimizer], scaled: bool) -> bool:  # Any: as in _alive
+def _is_stray(obj: Any, ours: set[int], scaled: bool) -> bool:  # Any: as in _alive; ours: ids of parameters
     if isinstance(obj, LRScheduler):
-        return any(getattr(obj, "optimizer", None) is optimizer for optimizer in optimizers)
+        return _steps_one_of(getattr(obj, "optimizer", None), ours)
     if isinstance(obj, torch.amp.GradScaler):
         return not scaled and obj.is_enabled() and getattr(obj, "_scale", None) is not None
-    ours = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
-    return bool(obj.state) and any(id(parameter) in ours for group in obj.param_groups for parameter in group["params"])
+    return bool(obj.state) and _steps_one_of(obj, ours)
+
+
+def _steps_one_of(optimizer: Any, ours: set[int]) -> bool:  # Any: an optimizer, or None
+    return any(id(parameter) in ours for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
+
+
+def _held(obj: Any) -> Iterator[Any]:  # Any: what a tracked object of the user's, or an optimizer around another, has in itself
+    if kind_of(obj) in ("object", "optimizer"):
+        for value in getattr(obj, "__dict__", {}).values():
+            yield from value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
 
 
 def _nested(obj: Any) -> Iterator[Any]:  # Any: schedulers inside schedulers
