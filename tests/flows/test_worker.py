@@ -55,6 +55,7 @@ def test_flow_process_killed_or_told_to_end_is_followed_by_a_new_flow_run_that_c
 
 
 def test_cancelled_flow_run_saves_stops_and_is_not_restarted(run: Run) -> None:
+    run.settings.append("run.steps=2000")  # it is not done before the worker hears of it
     flow_run = start(run)
     wait_until(lambda: run.step() >= 12, "step 12")
     seen = [run.agent(), run.rank(), run.saver()]
