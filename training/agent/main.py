@@ -17,7 +17,7 @@ from perdure.training import events, files, slots
 from perdure.training.agent import descendants, extension_locks, roster
 from perdure.training.agent.ranks import Meeting, Ranks
 from perdure.training.agent.room import Room
-from perdure.training.agent.roster import Call, Others
+from perdure.training.agent.roster import Call, Held, Others
 from perdure.training.agent.savers import Savers
 from perdure.training.agent.watch import Deadlines
 from perdure.training.checkpoint.lineage import LaunchEnd, write_end
@@ -33,8 +33,8 @@ SLOTS = 2
 """Of each rank."""
 NODES_PATIENCE = 2.0
 """Seconds after which it is said that other nodes are waited for."""
-BLAME_SECS = 5.0
-"""For other nodes to say why their ranks ended."""
+SETTLE_SECS = 5.0
+"""For other nodes to say which steps they have, and why their ranks ended."""
 SALVAGE_SECS = 3.0
 """What a rank killed at the end of its grace left in memory is given so long; launch.END_MARGIN_SECS is more."""
 LEASE_NOTED_SECS = 1.0
@@ -59,6 +59,7 @@ class Launch:
 
 class Agent:
     def __init__(self, launch: Launch, node: int = 0) -> None:
+        self.number = node
         config, token, resume = launch.config, launch.token, launch.resume
         self.launch, self.config, self.token, self.run = launch, config, token, RunDir(config.run_dir)
         files.make_dirs(self.run.logs(token, node))
@@ -239,8 +240,7 @@ class Agent:
             elif time.monotonic() > self.stop_deadline:
                 self.ranks.kill()
         self.on_ranks()
-        if self.config.launch.nodes == 1:  # which step several nodes have in memory, none of them knows
-            self.savers.salvage()
+        self.salvage()
         self.finish_saving()
         self.blame_others()
         return self.describe_end()
@@ -289,24 +289,42 @@ class Agent:
         hang = self.watch.problem(self.ranks, paused=self.waits_for_disk)
         return ("hang", hang) if hang else self.others.failed()
 
+    def salvage(self) -> None:
+        """Save the newest step that all ranks have whole in memory; those of several nodes, if each node still answers."""
+        if not self.others.numbers:
+            self.savers.salvage(max(self.savers.held()))
+        elif self.ranks.started and not self.ranks.left:
+            mine = self.tell_held()
+            deadline = min(time.monotonic() + SETTLE_SECS, self.stop_deadline + SALVAGE_SECS)
+            while (theirs := self.others.held()) is None and time.monotonic() < deadline:
+                self.turn()
+            step = max(mine.intersection(*theirs), default=0) if theirs is not None else 0
+            roster.settle(self.run, self.token, step)
+            self.save_settled(step)
+
+    def tell_held(self) -> set[int]:
+        steps, end = self.savers.held(), self.describe_end()
+        held = Held(steps=tuple(sorted(steps)), error_class=end.error_class, detail=end.detail)
+        roster.tell_held(self.run, self.token, self.number, held)
+        return steps
+
+    def save_settled(self, step: int) -> None:
+        if step:
+            self.savers.give_up_after(step)
+            self.savers.salvage(step)
+
     def finish_saving(self) -> None:
         """Give the saver what it needs, but not for ever where it waits for a node that is gone."""
         deadline = float("inf")
         while self.savers.busy and time.monotonic() < min(self.stop_deadline + SALVAGE_SECS, deadline):
             self.turn()
-            if deadline == float("inf") and self.others.failed()[0]:
+            if deadline == float("inf") and (name := self.savers.saving) and self.others.gone_without(name):
                 deadline = time.monotonic() + SALVAGE_SECS
 
     def blame_others(self) -> None:
         """Whose ranks lost their connection are not to blame where another node says more."""
-        if (
-            self.others.numbers
-            and self.ranks.failure[0] in ("", "infrastructure")
-            and not (self.ranks.killed or self.ranks.left)
-        ):
-            deadline = time.monotonic() + BLAME_SECS
-            while not (said := self.others.failed())[0] and not self.others.have_ended() and time.monotonic() < deadline:
-                self.turn()
+        if self.ranks.failure[0] in ("", "infrastructure") and not (self.ranks.killed or self.ranks.left):
+            said = self.others.look()
             if said[0] not in ("", "infrastructure") or (said[0] and self.ranks.status >= 0):
                 self.ranks.verdict = said
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from perdure.training import files
-from perdure.training.agent import descendants
+from perdure.training.agent import descendants, roster
 from perdure.training.agent.main import Agent, Launch
 from perdure.training.agent.ranks import Meeting
 from perdure.training.agent.roster import Beat, Call, Caller, join, read_call
@@ -20,6 +20,7 @@ from perdure.training.errors import ConfigError, PerdureError
 from perdure.training.process import die_with_parent, identify
 from perdure.training.run_dir import CheckpointName, RunDir
 
+RANKS_GONE = "the ranks of node 0 are gone"
 ALL_STEPS = 1 << 60
 """Lease of these ranks: how far the launch may train, node 0's are told."""
 
@@ -27,7 +28,7 @@ ALL_STEPS = 1 << 60
 class NodeAgent(Agent):
     def __init__(self, launch: Launch, number: int, call: Call) -> None:
         super().__init__(launch, number)
-        self.number, self._call = number, call
+        self._call = call
         self.lifeline = False
         self._caller = Caller(self.run, self.token, self.config.launch.node_timeout)
         self._process = identify()
@@ -51,6 +52,8 @@ class NodeAgent(Agent):
     def problem(self) -> tuple[str, str]:
         if self.savers.lost:
             return "storage", self.savers.lost
+        if held := self._caller.held():
+            return "hang" if held.error_class == "hang" else "infrastructure", RANKS_GONE
         over, end = self._caller.over(), self._caller.end
         if end is None or end.reason == "failed":
             return ("hang" if end and end.error_class == "hang" else "infrastructure" if over else ""), over
@@ -64,6 +67,15 @@ class NodeAgent(Agent):
         if self.ranks.phase in ("starting", "setup"):
             self.ranks.verdict = ("infrastructure", f"ended by {reason} before its ranks had met the others")
         super().stop(reason)
+
+    def salvage(self) -> None:
+        """What node 0 settles on, when all have told it what they have."""
+        if self.ranks.left:
+            return
+        self.tell_held()
+        while (settled := roster.read_settled(self.run, self.token)) is None and not self._caller.over():
+            self.turn()
+        self.save_settled(settled.step if settled else 0)
 
     def finish_saving(self) -> None:
         while self.savers.busy and not self._caller.over():
