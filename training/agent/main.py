@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from perdure.training import events, files, slots
-from perdure.training.agent import descendants, extension_locks, roster
+from perdure.training.agent import descendants, ending, extension_locks, roster
 from perdure.training.agent.ranks import Meeting, Ranks
 from perdure.training.agent.room import Room
 from perdure.training.agent.roster import Call, Held, Others
@@ -23,7 +23,6 @@ from perdure.training.agent.watch import Deadlines
 from perdure.training.checkpoint.lineage import LaunchEnd, write_end
 from perdure.training.config import RunConfig, load_config
 from perdure.training.process import identify
-from perdure.training.redact import redact
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.wire import Message
 
@@ -41,8 +40,6 @@ LEASE_NOTED_SECS = 1.0
 """Shorter waits between two chunks are the flow's turn."""
 MAX_SLOW = 8
 """Slow ranks that are named, the slowest."""
-LOG_TAIL_LINES = 15
-LOG_TAIL_BYTES = 8000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +227,7 @@ class Agent:
         """Train until the ranks have ended and what they left in the slots is committed."""
         self.gather()
         while self.ranks.is_alive():
-            self.turn()
-            error_class, words = self.problem()
+            error_class, words = self.problem()  # of others, while ours are there
             if error_class:
                 if error_class == "hang":
                     self.ranks.dump_stacks()
@@ -239,6 +235,7 @@ class Agent:
                 self.ranks.verdict = (error_class, words)
             elif time.monotonic() > self.stop_deadline:
                 self.ranks.kill()
+            self.turn()
         self.on_ranks()
         self.salvage()
         self.finish_saving()
@@ -290,23 +287,35 @@ class Agent:
         return ("hang", hang) if hang else self.others.failed()
 
     def salvage(self) -> None:
-        """Save the newest step that all ranks have whole in memory; those of several nodes, if each node still answers."""
+        """Save the newest step that all ranks have whole in memory."""
         if not self.others.numbers:
             self.savers.salvage(max(self.savers.held()))
-        elif self.ranks.started and not self.ranks.left:
-            mine = self.tell_held()
-            deadline = min(time.monotonic() + SETTLE_SECS, self.stop_deadline + SALVAGE_SECS)
-            while (theirs := self.others.held()) is None and time.monotonic() < deadline:
-                self.turn()
-            step = max(mine.intersection(*theirs), default=0) if theirs is not None else 0
+        elif self.ranks.started:
+            step = 0 if self.ranks.left else self.common_step()
             roster.settle(self.run, self.token, step)
             self.save_settled(step)
 
+    def common_step(self) -> int:
+        """The newest that all nodes hold; 0 for none, or where one does not say."""
+        mine = self.tell_held()
+        deadline = min(time.monotonic() + SETTLE_SECS, self.stop_deadline + SALVAGE_SECS)
+        while (theirs := self.others.held()) is None and time.monotonic() < deadline:
+            self.turn()
+        if theirs is None:
+            self.record("notice", text="not every node has said what it has in memory: none of that is saved")
+            return 0
+        return max(mine.intersection(*theirs), default=0)
+
     def tell_held(self) -> set[int]:
-        steps, end = self.savers.held(), self.describe_end()
-        held = Held(steps=tuple(sorted(steps)), error_class=end.error_class, detail=end.detail)
+        steps, (error_class, detail) = self.savers.held(), self.why_gone()
+        held = Held(steps=tuple(sorted(steps)), error_class=error_class, detail=detail)
         roster.tell_held(self.run, self.token, self.number, held)
         return steps
+
+    def why_gone(self) -> tuple[str, str]:
+        """Error class and words of why our ranks are gone."""
+        end = self.describe_end()
+        return end.error_class, end.detail
 
     def save_settled(self, step: int) -> None:
         if step:
@@ -329,42 +338,13 @@ class Agent:
                 self.ranks.verdict = said
 
     def describe_end(self) -> LaunchEnd:
-        status = self.ranks.status
-        error_class, detail = self.ranks.failure
-        whole = status == 0 and not self.savers.busy
-        if self.ranks.finished and whole:
-            reason, error_class, detail = "complete", "", ""
-        elif (self.ranks.stopped and whole) or (self.stop_reason and not error_class and self.ranks.killed):
-            reason, detail = "stopped", self.stop_reason or f"{self.ranks.name} was asked to stop"
-        else:
-            reason = "failed"
-            silent_class, silent_detail = self.ranks.silent_end
-            error_class, detail = error_class or silent_class, detail or silent_detail
-        seen = {**os.environ, **self.config.launch.env}  # by the ranks, which may have printed it
-        return LaunchEnd(
-            token=self.token,
-            reason=reason,
-            error_class=error_class,
-            step=self.ranks.step,
-            detail=redact(detail, seen),
-            log_tail=redact(_tail(self.ranks.log_path), seen),
-            ended=time.time(),
-        )
+        return ending.describe(self.config, self.token, self.ranks, self.stop_reason, saving=self.savers.busy)
 
     def end(self) -> None:
         self.ranks.kill()
         self.savers.end()
         descendants.end_all()
         self.ranks.close()
-
-
-def _tail(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-    except FileNotFoundError:
-        return ""
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ from perdure.training.errors import ConfigError, PerdureError
 from perdure.training.process import die_with_parent, identify
 from perdure.training.run_dir import CheckpointName, RunDir
 
-RANKS_GONE = "the ranks of node 0 are gone"
 ALL_STEPS = 1 << 60
 """Lease of these ranks: how far the launch may train, node 0's are told."""
 
@@ -30,6 +29,8 @@ class NodeAgent(Agent):
         super().__init__(launch, number)
         self._call = call
         self.lifeline = False
+        self._gone_with_node_0 = False
+        """Our ranks were ended because those of node 0 were gone."""
         self._caller = Caller(self.run, self.token, self.config.launch.node_timeout)
         self._process = identify()
         self.ranks.lease(ALL_STEPS)
@@ -52,9 +53,11 @@ class NodeAgent(Agent):
     def problem(self) -> tuple[str, str]:
         if self.savers.lost:
             return "storage", self.savers.lost
-        if held := self._caller.held():
-            return "hang" if held.error_class == "hang" else "infrastructure", RANKS_GONE
-        over, end = self._caller.over(), self._caller.end
+        over, end, held = self._caller.over(), self._caller.end, self._caller.held
+        if held is not None:
+            self._gone_with_node_0 = not self.ranks.failure[0]
+            gone = ("hang" if held.error_class == "hang" else "infrastructure", "the ranks of node 0 are gone")
+            return gone if self._gone_with_node_0 else self.ranks.failure
         if end is None or end.reason == "failed":
             return ("hang" if end and end.error_class == "hang" else "infrastructure" if over else ""), over
         self.stop_deadline = min(self.stop_deadline, time.monotonic() + self.config.launch.stop_grace)
@@ -69,13 +72,17 @@ class NodeAgent(Agent):
         super().stop(reason)
 
     def salvage(self) -> None:
-        """What node 0 settles on, when all have told it what they have."""
+        """Save what node 0 settles on, once all have told it what they have."""
         if self.ranks.left:
             return
         self.tell_held()
         while (settled := roster.read_settled(self.run, self.token)) is None and not self._caller.over():
             self.turn()
         self.save_settled(settled.step if settled else 0)
+
+    def why_gone(self) -> tuple[str, str]:
+        """Node 0 knows better where its own went first."""
+        return ("", "") if self._gone_with_node_0 else super().why_gone()
 
     def finish_saving(self) -> None:
         while self.savers.busy and not self._caller.over():

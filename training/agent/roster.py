@@ -179,7 +179,11 @@ class Others:
         return self._run.launch_end(self._token, number).exists()
 
     def gone_without(self, name: CheckpointName) -> bool:
-        """Whether one has ended, or given no sign of life for too long, before its part of this checkpoint was written."""
+        """Whether one has ended, or given no sign of life for too long, before its part of this checkpoint was written; between
+        two looks False."""
+        if time.monotonic() < self._looked + LOOK_SECS:
+            return False
+        self._looked = time.monotonic()
         for number, pulse in zip(self.numbers, self._pulses, strict=True):
             beat = read_node(self._run, self._token, number)
             still = pulse.still_secs(beat.counter) > self._launch.node_timeout if beat else False
@@ -197,6 +201,8 @@ class Caller:
         self._said, self._looked = "", 0.0
         self.end: LaunchEnd | None = None
         """What node 0 has said of it, once it is over."""
+        self.held: Held | None = None
+        """What node 0 has, once its ranks are gone."""
 
     def _counter(self) -> int:
         try:
@@ -205,10 +211,6 @@ class Caller:
         except (OSError, ValueError, KeyError, TypeError):
             return -1
 
-    def held(self) -> Held | None:
-        """What node 0 has, once its ranks are gone."""
-        return _read(self._run.held(self._token, 0), Held)
-
     def over(self) -> str:
         """Why the launch goes on no more, in words; "" while it does."""
         if not self._said and time.monotonic() > self._looked + LOOK_SECS:
@@ -216,6 +218,7 @@ class Caller:
         return self._said
 
     def _look(self) -> str:
+        self.held = _read(self._run.held(self._token, 0), Held)
         self.end = read_end(self._run, self._token)
         if self.end is not None:
             return f"the launch has ended: {self.end.reason}"

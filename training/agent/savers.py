@@ -127,7 +127,8 @@ class Savers:
             self._submit(step, {rank: slots[step] for rank, slots in enumerate(self._in_memory())})
 
     def give_up_after(self, step: int) -> None:
-        """What was given to the saver of later steps: another node has lost its part."""
+        """What was given to the saver of later steps: another node has not its part, so they cannot be committed."""
+        self.on_messages()
         later = [pending for pending in self._queue if pending.step > step]
         if later and later[0].running:
             self._restart()
