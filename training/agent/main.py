@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -326,6 +325,8 @@ class Agent:
         """Give the saver what it needs, but not for ever where it waits for a node that is gone."""
         deadline = float("inf")
         while self.savers.busy and time.monotonic() < min(self.stop_deadline + SALVAGE_SECS, deadline):
+            if self.others.numbers and self.savers.lost:
+                return  # the others' savers wait for what we have given up
             self.turn()
             if deadline == float("inf") and (name := self.savers.saving) and self.others.gone_without(name):
                 deadline = time.monotonic() + SALVAGE_SECS

@@ -85,7 +85,7 @@ class NodeAgent(Agent):
         return ("", "") if self._gone_with_node_0 else super().why_gone()
 
     def finish_saving(self) -> None:
-        while self.savers.busy and not self._caller.over():
+        while self.savers.busy and not self.savers.lost and not self._caller.over():
             self.turn()
 
     def blame_others(self) -> None:

@@ -110,7 +110,9 @@ class Savers:
 
     def held(self) -> set[int]:
         """After the ranks' death: steps of which each has a whole snapshot in memory, and the newest written. One torn by the
-        death is none; the other slot's is."""
+        death is none; the other slot's is. None of all where an earlier one is lost, which other nodes still wait for."""
+        if self.lost and self._launch.nodes > 1:
+            return set()
         found = self._in_memory()
         return set(found[0]).intersection(*found) | {max(self._start_step, self.committed_step)}
 
