@@ -1,5 +1,5 @@
 """The agent of a node other than node 0: joins one launch of the run and takes its share. Node 0 decides all else: when to save
-and to stop reaches the ranks by their own agreement, which step is saved when ranks have died; when it is gone nothing is saved."""
+and to stop reaches the ranks by their own agreement, and what of dead ranks is saved. When node 0 is gone nothing is saved."""
 
 import argparse
 import signal
