@@ -64,8 +64,9 @@ class Machines:
 
     def take_down(self) -> None:
         for node in (0, 1):
-            with contextlib.suppress(subprocess.CalledProcessError):
-                ip("netns", "del", self.name(node))
+            for words in (("link", "del", f"{self._mark}v{node}"), ("netns", "del", self.name(node))):  # a space goes later
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    ip(*words)
             shutil.rmtree(Path("/etc/netns", self.name(node)), ignore_errors=True)
         with contextlib.suppress(subprocess.CalledProcessError):
             ip("link", "del", f"{self._mark}b")
