@@ -152,6 +152,14 @@ class RunDir:
         """Who is that node, and its heartbeat."""
         return self.nodes(token) / f"node-{number}.json"
 
+    def held(self, token: int, number: int) -> Path:
+        """Which steps that node has whole, now that its ranks are gone."""
+        return self.nodes(token) / f"node-{number}.held.json"
+
+    def settled(self, token: int) -> Path:
+        """Which of them node 0 has settled on."""
+        return self.nodes(token) / "settled.json"
+
     def metrics(self, token: int) -> Path:
         """What `Session.log` was given, a JSON line per step."""
         return self.root / "metrics" / f"{token:04d}.jsonl"

@@ -130,12 +130,21 @@ class OtherNode:
         beat = roster.read_node(self.run.dir, token, 1)
         return beat.process if beat else None
 
-    def lose(self, token: int) -> None:
-        """All of it at once, as when the machine is gone."""
+    def _session(self, token: int) -> tuple[int, list[int]]:
+        """The agent, and what it has started for training."""
         agent = self.agent(token)
         assert agent is not None
-        left = [pid for pid in all_pids() if environment(pid).get(SESSION_VARIABLE) == str(agent.pid)]
-        for pid in (self.process.pid, agent.pid, *left, *children(agent.pid)):
+        return agent.pid, [pid for pid in all_pids() if environment(pid).get(SESSION_VARIABLE) == str(agent.pid)]
+
+    def kill_rank(self, token: int) -> None:
+        """And nothing else."""
+        [rank] = [pid for pid in self._session(token)[1] if "engine.main" in command_line(pid)]
+        kill(identify(rank))
+
+    def lose(self, token: int) -> None:
+        """All of it at once, as when the machine is gone."""
+        agent, left = self._session(token)
+        for pid in (self.process.pid, agent, *left, *children(agent)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()

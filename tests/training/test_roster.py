@@ -8,13 +8,13 @@ import pytest
 
 from perdure.training import files
 from perdure.training.agent.node import refuse_another_run
-from perdure.training.agent.roster import Beat, Call, Caller, Others, join, listen, read_call
+from perdure.training.agent.roster import Beat, Call, Caller, Held, Others, join, listen, read_call, tell_held
 from perdure.training.checkpoint.lineage import LaunchEnd, LaunchRecord, create_launch, write_end
 from perdure.training.config import load_config
 from perdure.training.errors import ConfigError
 from perdure.training.launch_settings import LaunchSection
 from perdure.training.process import identify
-from perdure.training.run_dir import RunDir
+from perdure.training.run_dir import CheckpointName, RunDir
 
 LAUNCH = LaunchSection(nodes=3, node_timeout=1.0)
 
@@ -81,6 +81,30 @@ def test_what_a_node_says_of_its_end_is_the_reason_of_the_launch(run: RunDir) ->
     write_end(run, end(1, "failed", "oom"), 2)
     assert others.failed()[0] == "oom"
     assert others.failed()[1].endswith("why")
+
+
+def test_what_the_others_hold_is_known_once_all_have_said_it_and_who_went_with_node_0_is_not_blamed(run: RunDir) -> None:
+    others = Others(run, 1, LAUNCH)
+    others.call(call())
+    tell_held(run, 1, 1, Held(steps=(6, 8), error_class="", detail=""))
+    assert others.held() is None, "node 2 is silent"
+    write_end(run, end(1, "failed", "infrastructure"), 1)
+    assert others.look() == ("", "")
+    tell_held(run, 1, 2, Held(steps=(6, 7), error_class="oom", detail="why"))
+    assert others.held() == [{6, 8}, {6, 7}]
+    assert others.look() == ("oom", "node 2 (?): why")
+
+
+def test_a_save_waits_no_more_for_a_node_that_ended_without_its_part(run: RunDir) -> None:
+    name = CheckpointName(6, 1)
+    others = Others(run, 1, LAUNCH)
+    others.call(call())
+    assert not others.gone_without(name)
+    write_end(run, end(1, "failed", "infrastructure"), 2)
+    assert Others(run, 1, LAUNCH).gone_without(name)
+    files.make_dirs(run.checkpoint(name))
+    files.write_atomically(run.part(name, 2), b"part")
+    assert not Others(run, 1, LAUNCH).gone_without(name), "all it had to do is done"
 
 
 def test_a_launch_is_over_for_the_others_when_it_has_ended_or_a_newer_one_has_begun(run: RunDir) -> None:

@@ -9,21 +9,19 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from perdure.training import events, files, slots
-from perdure.training.agent import descendants, extension_locks, roster
+from perdure.training.agent import descendants, ending, extension_locks, roster
 from perdure.training.agent.ranks import Meeting, Ranks
 from perdure.training.agent.room import Room
-from perdure.training.agent.roster import Call, Others
+from perdure.training.agent.roster import Call, Held, Others
 from perdure.training.agent.savers import Savers
 from perdure.training.agent.watch import Deadlines
 from perdure.training.checkpoint.lineage import LaunchEnd, write_end
 from perdure.training.config import RunConfig, load_config
 from perdure.training.process import identify
-from perdure.training.redact import redact
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.wire import Message
 
@@ -33,16 +31,14 @@ SLOTS = 2
 """Of each rank."""
 NODES_PATIENCE = 2.0
 """Seconds after which it is said that other nodes are waited for."""
-BLAME_SECS = 5.0
-"""For other nodes to say why their ranks ended."""
+SETTLE_SECS = 5.0
+"""For other nodes to say which steps they have, and why their ranks ended."""
 SALVAGE_SECS = 3.0
 """What a rank killed at the end of its grace left in memory is given so long; launch.END_MARGIN_SECS is more."""
 LEASE_NOTED_SECS = 1.0
 """Shorter waits between two chunks are the flow's turn."""
 MAX_SLOW = 8
 """Slow ranks that are named, the slowest."""
-LOG_TAIL_LINES = 15
-LOG_TAIL_BYTES = 8000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +55,7 @@ class Launch:
 
 class Agent:
     def __init__(self, launch: Launch, node: int = 0) -> None:
+        self.number = node
         config, token, resume = launch.config, launch.token, launch.resume
         self.launch, self.config, self.token, self.run = launch, config, token, RunDir(config.run_dir)
         files.make_dirs(self.run.logs(token, node))
@@ -229,8 +226,7 @@ class Agent:
         """Train until the ranks have ended and what they left in the slots is committed."""
         self.gather()
         while self.ranks.is_alive():
-            self.turn()
-            error_class, words = self.problem()
+            error_class, words = self.problem()  # of others, while ours are there
             if error_class:
                 if error_class == "hang":
                     self.ranks.dump_stacks()
@@ -238,9 +234,9 @@ class Agent:
                 self.ranks.verdict = (error_class, words)
             elif time.monotonic() > self.stop_deadline:
                 self.ranks.kill()
+            self.turn()
         self.on_ranks()
-        if self.config.launch.nodes == 1:  # which step several nodes have in memory, none of them knows
-            self.savers.salvage()
+        self.salvage()
         self.finish_saving()
         self.blame_others()
         return self.describe_end()
@@ -289,64 +285,67 @@ class Agent:
         hang = self.watch.problem(self.ranks, paused=self.waits_for_disk)
         return ("hang", hang) if hang else self.others.failed()
 
+    def salvage(self) -> None:
+        """Save the newest step that all ranks have whole in memory."""
+        if not self.others.numbers:
+            self.savers.salvage(max(self.savers.held()))
+        elif self.ranks.started:
+            step = 0 if self.ranks.left else self.common_step()
+            roster.settle(self.run, self.token, step)
+            self.save_settled(step)
+
+    def common_step(self) -> int:
+        """The newest that all nodes hold; 0 for none, or where one does not say."""
+        mine = self.tell_held()
+        deadline = min(time.monotonic() + SETTLE_SECS, self.stop_deadline + SALVAGE_SECS)
+        while (theirs := self.others.held()) is None and time.monotonic() < deadline:
+            self.turn()
+        if theirs is None:
+            self.record("notice", text="not every node has said what it has in memory: none of that is saved")
+            return 0
+        return max(mine.intersection(*theirs), default=0)
+
+    def tell_held(self) -> set[int]:
+        steps, (error_class, detail) = self.savers.held(), self.why_gone()
+        held = Held(steps=tuple(sorted(steps)), error_class=error_class, detail=detail)
+        roster.tell_held(self.run, self.token, self.number, held)
+        return steps
+
+    def why_gone(self) -> tuple[str, str]:
+        """Error class and words of why our ranks are gone."""
+        end = self.describe_end()
+        return end.error_class, end.detail
+
+    def save_settled(self, step: int) -> None:
+        if step:
+            self.savers.give_up_after(step)
+            self.savers.salvage(step)
+
     def finish_saving(self) -> None:
         """Give the saver what it needs, but not for ever where it waits for a node that is gone."""
         deadline = float("inf")
         while self.savers.busy and time.monotonic() < min(self.stop_deadline + SALVAGE_SECS, deadline):
+            if self.others.numbers and self.savers.lost:
+                return  # the others' savers wait for what we have given up
             self.turn()
-            if deadline == float("inf") and self.others.failed()[0]:
+            if deadline == float("inf") and (name := self.savers.saving) and self.others.gone_without(name):
                 deadline = time.monotonic() + SALVAGE_SECS
 
     def blame_others(self) -> None:
         """Whose ranks lost their connection are not to blame where another node says more."""
-        if (
-            self.others.numbers
-            and self.ranks.failure[0] in ("", "infrastructure")
-            and not (self.ranks.killed or self.ranks.left)
-        ):
-            deadline = time.monotonic() + BLAME_SECS
-            while not (said := self.others.failed())[0] and not self.others.have_ended() and time.monotonic() < deadline:
-                self.turn()
+        if self.ranks.failure[0] in ("", "infrastructure") and not (self.ranks.killed or self.ranks.left):
+            said = self.others.look()
             if said[0] not in ("", "infrastructure") or (said[0] and self.ranks.status >= 0):
                 self.ranks.verdict = said
 
     def describe_end(self) -> LaunchEnd:
-        status = self.ranks.status
-        error_class, detail = self.ranks.failure
-        whole = status == 0 and not self.savers.busy
-        if self.ranks.finished and whole:
-            reason, error_class, detail = "complete", "", ""
-        elif (self.ranks.stopped and whole) or (self.stop_reason and not error_class and self.ranks.killed):
-            reason, detail = "stopped", self.stop_reason or f"{self.ranks.name} was asked to stop"
-        else:
-            reason = "failed"
-            silent_class, silent_detail = self.ranks.silent_end
-            error_class, detail = error_class or silent_class, detail or silent_detail
-        seen = {**os.environ, **self.config.launch.env}  # by the ranks, which may have printed it
-        return LaunchEnd(
-            token=self.token,
-            reason=reason,
-            error_class=error_class,
-            step=self.ranks.step,
-            detail=redact(detail, seen),
-            log_tail=redact(_tail(self.ranks.log_path), seen),
-            ended=time.time(),
-        )
+        return ending.describe(self.config, self.token, self.ranks, self.stop_reason, saving=self.savers.busy)
 
     def end(self) -> None:
         self.ranks.kill()
         self.savers.end()
         descendants.end_all()
         self.ranks.close()
-
-
-def _tail(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-    except FileNotFoundError:
-        return ""
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 """The agent of a node other than node 0: joins one launch of the run and takes its share. Node 0 decides all else: when to save
-and to stop reaches the ranks by their own agreement, and when node 0 is gone nothing is saved."""
+and to stop reaches the ranks by their own agreement, and what of dead ranks is saved. When node 0 is gone nothing is saved."""
 
 import argparse
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from perdure.training import files
-from perdure.training.agent import descendants
+from perdure.training.agent import descendants, roster
 from perdure.training.agent.main import Agent, Launch
 from perdure.training.agent.ranks import Meeting
 from perdure.training.agent.roster import Beat, Call, Caller, join, read_call
@@ -27,8 +27,10 @@ ALL_STEPS = 1 << 60
 class NodeAgent(Agent):
     def __init__(self, launch: Launch, number: int, call: Call) -> None:
         super().__init__(launch, number)
-        self.number, self._call = number, call
+        self._call = call
         self.lifeline = False
+        self._gone_with_node_0 = False
+        """Our ranks were ended because those of node 0 were gone."""
         self._caller = Caller(self.run, self.token, self.config.launch.node_timeout)
         self._process = identify()
         self.ranks.lease(ALL_STEPS)
@@ -51,7 +53,11 @@ class NodeAgent(Agent):
     def problem(self) -> tuple[str, str]:
         if self.savers.lost:
             return "storage", self.savers.lost
-        over, end = self._caller.over(), self._caller.end
+        over, end, held = self._caller.over(), self._caller.end, self._caller.held
+        if held is not None:
+            self._gone_with_node_0 = not self.ranks.failure[0]
+            gone = ("hang" if held.error_class == "hang" else "infrastructure", "the ranks of node 0 are gone")
+            return gone if self._gone_with_node_0 else self.ranks.failure
         if end is None or end.reason == "failed":
             return ("hang" if end and end.error_class == "hang" else "infrastructure" if over else ""), over
         self.stop_deadline = min(self.stop_deadline, time.monotonic() + self.config.launch.stop_grace)
@@ -65,8 +71,21 @@ class NodeAgent(Agent):
             self.ranks.verdict = ("infrastructure", f"ended by {reason} before its ranks had met the others")
         super().stop(reason)
 
+    def salvage(self) -> None:
+        """Save what node 0 settles on, once all have told it what they have."""
+        if self.ranks.left:
+            return
+        self.tell_held()
+        while (settled := roster.read_settled(self.run, self.token)) is None and not self._caller.over():
+            self.turn()
+        self.save_settled(settled.step if settled else 0)
+
+    def why_gone(self) -> tuple[str, str]:
+        """Node 0 knows better where its own went first."""
+        return ("", "") if self._gone_with_node_0 else super().why_gone()
+
     def finish_saving(self) -> None:
-        while self.savers.busy and not self._caller.over():
+        while self.savers.busy and not self.savers.lost and not self._caller.over():
             self.turn()
 
     def blame_others(self) -> None:

@@ -15,7 +15,7 @@ from perdure.training.checkpoint.lineage import MAX_RECORD, LaunchEnd, read_end,
 from perdure.training.errors import ConfigError
 from perdure.training.launch_settings import LaunchSection
 from perdure.training.process import ProcessId
-from perdure.training.run_dir import RunDir
+from perdure.training.run_dir import CheckpointName, RunDir
 
 LOOK_SECS = 0.5
 """Between two looks at what lies on a shared disk."""
@@ -47,6 +47,21 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
 
 
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node has whose ranks are gone."""
+
+    steps: tuple[int, ...]
+    """Of which all its ranks have a whole snapshot, or its part is written."""
+    error_class: str
+    """Why they are gone; "" where another node knows better."""
+    detail: str
+
+
+class Settled(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    """The newest that all nodes have; 0 for none."""
+
+
 def read_call(run: RunDir) -> Call | None:
     """Of the newest launch, while it goes on and asks for nodes."""
     token = max(read_launches(run), default=0)
@@ -55,6 +70,18 @@ def read_call(run: RunDir) -> Call | None:
 
 def read_node(run: RunDir, token: int, number: int) -> Beat | None:
     return _read(run.node(token, number), Beat)
+
+
+def tell_held(run: RunDir, token: int, number: int, held: Held) -> None:
+    files.write_atomically(run.held(token, number), msgspec.json.encode(held))
+
+
+def settle(run: RunDir, token: int, step: int) -> None:
+    files.write_atomically(run.settled(token), msgspec.json.encode(Settled(step=step)))
+
+
+def read_settled(run: RunDir, token: int) -> Settled | None:
+    return _read(run.settled(token), Settled)
 
 
 def _read(path: Path, kind: type[_Record]) -> _Record | None:
@@ -116,8 +143,15 @@ class Others:
         return [number for number in self.numbers if not self._run.node(self._token, number).exists()]
 
     def failed(self) -> tuple[str, str]:
-        """Error class and words of one that has ended badly, or given no sign of life for too long; "" while all is well."""
-        if not self._said[0] and time.monotonic() > self._looked + LOOK_SECS:
+        """Error class and words of one whose ranks are gone, that has ended badly, or given no sign of life for too long; else
+        empty."""
+        if time.monotonic() > self._looked + LOOK_SECS:
+            self.look()
+        return self._said
+
+    def look(self) -> tuple[str, str]:
+        """As `failed`, now."""
+        if not self._said[0]:
             self._looked, self._said = time.monotonic(), self._look()
         return self._said
 
@@ -125,14 +159,37 @@ class Others:
         for number, pulse in zip(self.numbers, self._pulses, strict=True):
             beat, end = read_node(self._run, self._token, number), read_end(self._run, self._token, number)
             name = f"node {number} ({beat.process.host if beat else '?'})"
-            if end is not None and end.reason == "failed":
-                return end.error_class, f"{name}: {end.detail}"
+            held = _read(self._run.held(self._token, number), Held)
+            told = held or (end if end and end.reason == "failed" else None)
+            if told is not None and told.error_class:
+                return told.error_class, f"{name}: {told.detail}"
             if beat and not end and (still := pulse.still_secs(beat.counter)) > self._launch.node_timeout:
                 return "infrastructure", f"{name} has given no sign of life for {still:.0f} s"
         return "", ""
 
-    def have_ended(self) -> bool:
-        return all(self._run.launch_end(self._token, number).exists() for number in self.numbers)
+    def held(self) -> list[set[int]] | None:
+        """The steps that each of them has; None while one has not said so, nor ended without a word of it."""
+        found = [_read(self._run.held(self._token, number), Held) for number in self.numbers]
+        ended = [self._has_ended(number) for number in self.numbers]
+        if not all(held or over for held, over in zip(found, ended, strict=True)):
+            return None
+        return [set(held.steps) if held else set() for held in found]
+
+    def _has_ended(self, number: int) -> bool:
+        return self._run.launch_end(self._token, number).exists()
+
+    def gone_without(self, name: CheckpointName) -> bool:
+        """Whether one has ended, or given no sign of life for too long, before its part of this checkpoint was written; between
+        two looks False."""
+        if time.monotonic() < self._looked + LOOK_SECS:
+            return False
+        self._looked = time.monotonic()
+        for number, pulse in zip(self.numbers, self._pulses, strict=True):
+            beat = read_node(self._run, self._token, number)
+            still = pulse.still_secs(beat.counter) > self._launch.node_timeout if beat else False
+            if (still or self._has_ended(number)) and not self._run.part(name, number).exists():
+                return True
+        return False
 
 
 class Caller:
@@ -144,6 +201,8 @@ class Caller:
         self._said, self._looked = "", 0.0
         self.end: LaunchEnd | None = None
         """What node 0 has said of it, once it is over."""
+        self.held: Held | None = None
+        """What node 0 has, once its ranks are gone."""
 
     def _counter(self) -> int:
         try:
@@ -159,6 +218,7 @@ class Caller:
         return self._said
 
     def _look(self) -> str:
+        self.held = _read(self._run.held(self._token, 0), Held)
         self.end = read_end(self._run, self._token)
         if self.end is not None:
             return f"the launch has ended: {self.end.reason}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from perdure.training.config import RunConfig
-from perdure.training.run_dir import RunDir
+from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.slots import Snapshot
 from perdure.training.wire import Message, Wire
 
@@ -52,11 +52,11 @@ class Savers:
         record: Record,
     ) -> None:
         """`slots`: descriptors of each rank's. `record`: where events go."""
-        self._newest = start
+        self._start_step = self._newest = start
         """Newest step that is committed or was given to the saver; at first the step this launch resumed from."""
         self._run, self._config, self._run_id, self._token, self._slots = run, config, run_id, token, slots
         self._log = open(run.logs(token, node) / "saver.log", "ab")
-        self._record, self._nodes = record, config.launch.nodes
+        self._record, self._launch = record, config.launch
         self._settings: Message = {
             "token": token,
             "encoding": config.checkpoint.encoding,
@@ -90,6 +90,11 @@ class Savers:
     def busy(self) -> bool:
         return bool(self._queue)
 
+    @property
+    def saving(self) -> CheckpointName | None:
+        """What the saver is at."""
+        return CheckpointName(self._queue[0].step, self._token) if self._queue else None
+
     def take_in(self, rank: int, slot: int, step: int) -> None:
         """That rank's snapshot of a checkpoint is whole."""
         arrived = self._arrived.setdefault(step, {})
@@ -103,16 +108,34 @@ class Savers:
         self._queue.append(_Pending(slots=chosen, step=step, full=self._config.is_full_step(step)))
         self.work()
 
-    def salvage(self) -> None:
-        """After the ranks' death: save the newest step of which every rank has a whole snapshot, if it is newer than all that
-        was given to the saver. One torn by the death is passed over; the other slot's is used."""
-        found = [{_step_in(fd): slot for slot, fd in enumerate(slots)} for slots in self._slots]
-        newest = max(set.intersection(*map(set, found)), default=-1)
-        if newest > self._newest:
-            who = "the rank is gone; its" if len(found) == 1 else "a rank is gone; the"
-            text = f"{who} newest snapshot in memory, of step {newest}, is saved"
-            self._record("notice", text=text)
-            self._submit(newest, {rank: slots[newest] for rank, slots in enumerate(found)})
+    def held(self) -> set[int]:
+        """After the ranks' death: steps of which each has a whole snapshot in memory, and the newest written. One torn by the
+        death is none; the other slot's is. None of all where an earlier one is lost, which other nodes still wait for."""
+        if self.lost and self._launch.nodes > 1:
+            return set()
+        found = self._in_memory()
+        return set(found[0]).intersection(*found) | {max(self._start_step, self.committed_step)}
+
+    def _in_memory(self) -> list[dict[int, int]]:
+        """Step -> slot of each rank's whole snapshots."""
+        steps = [[(_step_in(fd), slot) for slot, fd in enumerate(slots)] for slots in self._slots]
+        return [{step: slot for step, slot in own if step >= 0} for own in steps]
+
+    def salvage(self, step: int) -> None:
+        """Save that step, which is held, if it is newer than all that was given to the saver."""
+        if step > self._newest:
+            who = "the rank is gone; its" if self._launch.world == 1 else "a rank is gone; the"
+            self._record("notice", text=f"{who} newest snapshot in memory, of step {step}, is saved")
+            self._submit(step, {rank: slots[step] for rank, slots in enumerate(self._in_memory())})
+
+    def give_up_after(self, step: int) -> None:
+        """What was given to the saver of later steps: another node has not its part, so they cannot be committed."""
+        self.on_messages()
+        later = [pending for pending in self._queue if pending.step > step]
+        if later and later[0].running:
+            self._restart()
+        self._queue = [pending for pending in self._queue if pending.step <= step]
+        self._newest = max([self._start_step, self.committed_step, *(pending.step for pending in self._queue)])
 
     def take_freed(self) -> list[tuple[int, ...]]:
         freed, self._freed = self._freed, []
@@ -138,13 +161,19 @@ class Savers:
     def on_death(self) -> None:
         """The saver is gone: say so, start another, write the same snapshot again."""
         self.on_messages()  # what it committed before it died
-        status = self.process.wait()
-        self.wire.close()
+        status = self._restart()
         self._record("notice", text=f"saver ended with status {status}; started another")
-        self._start()
         if self._queue and self._queue[0].running:
             self._on_failed(f"saver ended with status {status}", 0, "")
         self.work()
+
+    def _restart(self) -> int:
+        """Another saver; the status of the one that was."""
+        self.process.kill()
+        status = self.process.wait()
+        self.wire.close()
+        self._start()
+        return status
 
     def _on_saved(self, message: Message) -> None:
         done = self._queue.pop(0)
@@ -172,7 +201,7 @@ class Savers:
             self._queue.pop(0)
             self._freed.append(head.slots)
             awaited = head.step % self._config.run.chunk == 0 or head.step >= self._config.run.steps
-            if awaited or self._nodes > 1:  # other nodes wait for ours
+            if awaited or self._launch.nodes > 1:  # other nodes wait for ours
                 self.lost = f"checkpoint of step {head.step} could not be written: {problem}"
 
     def _say_disk_full(self, step: int, path: str, problem: str) -> None:
