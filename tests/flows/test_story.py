@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from harness import PERDURE, Direct, Run, all_pids, command_line, copy_tiny, kill, wait_until
 from slack_server import CHANNEL, SlackServer, rate_limited, refused_port
+from storage.proxy import Reply, proxy_to
 
 from perdure.training.run_dir import RunDir
 
@@ -90,11 +91,13 @@ def test_secrets_are_nowhere_after_a_run_with_failures(
         "HF_TOKEN": INHERITED,
         "PREFECT_API_URL": prefect_api.replace("://", f"://me:{PASSWORD}@"),
     }
-    first = run.start(env={**ours, **read_only})
-    seen = command_lines_until_end(first)
-    assert first.returncode in (6, 7), run.log()
-    assert any("engine.main" in line for line in seen)
     keys = s3_server.admin.environment()
+    assert run.finish(env={**ours, **read_only}) == 6, run.log()
+    with proxy_to(s3_server.endpoint, lambda seen: Reply(403, "AccessDenied") if ".pack" in seen.path else None) as s3:
+        first = Run(toml, *run.settings, f"store.endpoint_url='{s3.endpoint}'").start(env={**ours, **keys})
+        seen = command_lines_until_end(first)
+    assert first.returncode in (6, 7), run.log()
+    assert "push_failed" in run.kinds(), "a rank has trained meanwhile"
     with SlackServer(TOKEN) as slack:
         code = told(run, slack.url).finish(env={**ours, **keys})
     assert code == 7, run.log()
