@@ -9,6 +9,7 @@ import msgspec
 import numpy
 
 from perdure.training import files
+from perdure.training.checkpoint.lineage import LaunchRecord, create_launch
 from perdure.training.checkpoint.run_info import RunInfo
 from perdure.training.checkpoint.writer import write_checkpoint
 from perdure.training.run_dir import CheckpointName, RunDir
@@ -54,6 +55,11 @@ def make(folder: Path, shape: str, quick: bool) -> int:
     files.make_dirs(run.checkpoints)
     info = RunInfo(id=f"travel-{shape}", name=shape, created=time.time(), steps=1000, chunk=100)
     files.create_exclusively(run.run_json, msgspec.json.encode(info))
+    # A pull looks for what the launches left: without a record of its launch the checkpoint would belong to no history.
+    launch = LaunchRecord(
+        token=NAME.token, resumed_from=None, created=time.time(), host="bench", pid=1, run=info.id, owner="bench"
+    )
+    create_launch(run, launch)
     size, ranks = (wanted.bytes // 100, min(wanted.ranks, 20)) if quick else (wanted.bytes, wanted.ranks)
     snapshots = [_Noise(rank, size) for rank in range(ranks)]
     return write_checkpoint(run, info.id, NAME, snapshots, encoding="raw", threads=2).stored_bytes

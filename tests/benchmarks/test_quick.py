@@ -28,6 +28,8 @@ PEERS = {
     "DCP save, zstd",
 }
 
+TRAVELLERS = ("perdure", "perdure, not read back")
+
 
 def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", "--folder", str(folder), "--results", str(folder / "results"), *arguments]
@@ -88,6 +90,19 @@ def test_an_unknown_question_is_refused_by_name(tmp_path: Path) -> None:
     done = _run(tmp_path, "speed")
     assert done.returncode == 2
     assert "no such question: speed" in done.stderr
+
+
+def test_what_travels_comes_back_the_same_by_perdure_itself(tmp_path: Path) -> None:
+    """The peers are not installed here: of them the page says so."""
+    done = _run(tmp_path, "travel", "--quick")
+    assert done.returncode == 0, done.stderr
+    (found,), (page,) = (list((tmp_path / "results").glob(f"*.{kind}")) for kind in ("json", "md"))
+    assert "Not finished" not in page.read_text()
+    rows = json.loads(found.read_text())["questions"]["travel"]["data"]
+    wanted = {
+        f"{client} / {cell}" for client in TRAVELLERS for cell in ("large / up", "large / down", "small / up", "small / down")
+    }
+    assert wanted <= set(rows)
 
 
 @pytest.mark.chaos
