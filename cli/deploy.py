@@ -14,6 +14,10 @@ from perdure.training.errors import ConfigError
 from perdure.training.redact import redact
 
 _LONGEST_SHOWN = 100
+_ALSO = {
+    "not there": ": the worker's environment counts",
+    "forbidden": " to look for with this key (403): a worker whose key may not read it either has its environment only",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,8 +87,7 @@ def _deploy(args: argparse.Namespace) -> int:
 
 
 def _show(item: Any) -> None:  # Any: deploy.Item, whose module is imported late
-    also = ": the worker's environment counts" if item.action == "not there" else ""
-    print(render.visible(f"{item.kind} {item.name}: {item.action}{also}"))
+    print(render.visible(f"{item.kind} {item.name}: {item.action}{_ALSO.get(item.action, '')}"))
     for change in item.changes:
         print(render.visible(redact(f"    {change.field}: {_short(change.old)} -> {_short(change.new)}")))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prefect.events.actions import ActionTypes
 
 Fields = dict[str, Any]  # Any: JSON values
-Action = Literal["created", "changed", "unchanged", "removed", "found", "not there"]
+Action = Literal["created", "changed", "unchanged", "removed", "found", "not there", "forbidden"]
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,7 @@ def _secrets(client: "SyncPrefectClient", runs: Sequence[RunConfig]) -> Iterator
     from perdure.tasks import blocks
 
     for variable in dict.fromkeys(name for config in runs for name in blocks.wanted(config)):
-        word: Action = "found" if blocks.has_block(client, variable) else "not there"
-        yield Item(kind="secret block", name=blocks.block_of(variable), action=word)
+        yield Item(kind="secret block", name=blocks.block_of(variable), action=blocks.look_for(client, variable))
 
 
 # deployments

@@ -3,7 +3,7 @@ process, where everything looks for them, and nowhere else. What the environment
 
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
@@ -42,12 +42,16 @@ def lacking(config: RunConfig) -> list[str]:
     return [name for name in wanted(config) if name not in taken]
 
 
-def has_block(client: "SyncPrefectClient", variable: str) -> bool:
+def look_for(client: "SyncPrefectClient", variable: str) -> Literal["found", "not there", "forbidden"]:
     try:
         client.read_block_document_by_name(block_of(variable), "secret", include_secrets=False)
     except ObjectNotFound:
-        return False
-    return True
+        return "not there"
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code != 403:
+            raise
+        return "forbidden"
+    return "found"
 
 
 def read_secrets(client: "SyncPrefectClient", config: RunConfig) -> dict[str, str]:

@@ -10,7 +10,7 @@ from harness import copy_tiny
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from perdure.tasks.blocks import AWS, read_secrets
+from perdure.tasks.blocks import AWS, look_for, read_secrets
 from perdure.training.config import load_config
 
 
@@ -40,4 +40,5 @@ def test_blocks_that_may_not_be_read_are_done_without(
     config = load_config(copy_tiny(tmp_path / "tiny"), ["store.url=s3://bucket/x"])
     with temporary_settings({PREFECT_API_URL: forbidding}), get_client(sync_client=True) as client:
         assert read_secrets(client, config) == {}
+        assert look_for(client, AWS[0]) == "forbidden", "and a deploy goes on"
     assert "perdure-aws-secret-access-key" in caplog.text
