@@ -17,7 +17,6 @@ _LINES = {
     "recovered": "launch {token} goes on from step {step}",
     "checkpoint_committed": "committed checkpoint {name}: {stored} of {raw} raw, {seconds:.2f} s",
     "save_failed": "could not write the checkpoint of step {step} (try {attempt}): {error}",
-    "disk_full": "{text}",
     "verified": "verified {name}",
     "quarantined": "QUARANTINED {name}: {reason}",
     "pushed": "pushed {name} to {url}",
@@ -28,8 +27,7 @@ _LINES = {
     "failed": "FAILED at step {step} ({error_class}): {detail}; {next}",
     "stopped": "stopped at step {step}: {reason}",
     "completed": "completed step {step}, state digest {digest}",
-    "slow_rank": "{text}",
-    "notice": "{text}",
+    "waiting_for_lease": "training waited {seconds:.1f} s at step {step} to be told how far to go",
 }
 
 
@@ -45,7 +43,8 @@ def describe(event: Event, total: int) -> str:
     data.setdefault("seconds", 0.0)
     if event.kind == "chunk_finished":
         return _describe_chunk(event.data, total)
-    return _LINES.get(event.kind, event.kind + " {all}").format_map(_Blank(data, all=json.dumps(event.data)))
+    plain = "{text}" if "text" in event.data else event.kind + " {all}"
+    return _LINES.get(event.kind, plain).format_map(_Blank(data, all=json.dumps(event.data)))
 
 
 def _describe_chunk(data: dict[str, Any], total: int) -> str:

@@ -29,6 +29,7 @@ LINES = {
         "FAILED at step 3 (user): {oops} %s; not restarting",
     ),
     "missing": ("failed", {"detail": "x"}, "FAILED at step ? (?): x; ?"),
+    "said in words": ("waiting_for_slot", {"step": 3, "text": "training waits at step 3"}, "training waits at step 3"),
     "unknown": ("sung", {"song": 1}, 'sung {"song": 1}'),
 }
 
