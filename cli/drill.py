@@ -10,7 +10,7 @@ from perdure.cli import render
 from perdure.cli.target import Target, add_target, resolve
 from perdure.training.config import RunConfig, load_config
 from perdure.training.errors import ConfigError, DrillFailed
-from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.run_dir import CheckpointName
 
 if TYPE_CHECKING:
     from perdure.training.drill.plan import Plan
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     held = drill(config, args.set, store, wanted, planned, lambda text: _say(args, text))
-    drills = drilled.keep(RunDir(config.run_dir), held)
+    drills = drilled.keep(config.directory, held)
     _show(args, config, drills)
     return 0 if held.passed else DrillFailed.exit_code
 

@@ -16,7 +16,6 @@ from perdure.training.agent.lock import end_process
 from perdure.training.checkpoint import lineage
 from perdure.training.config import RunConfig, load_config
 from perdure.training.errors import ConfigError, Stopped
-from perdure.training.run_dir import RunDir
 
 POLL_SECS = 1.0
 
@@ -49,7 +48,7 @@ class _Member:
     """One launch after another."""
 
     def __init__(self, config: RunConfig, number: int) -> None:
-        self.config, self.number, self.run = config, number, RunDir(config.run_dir)
+        self.config, self.number, self.run = config, number, config.directory
         self.token = 0
         """Of the newest launch that we were in."""
         self.agent: subprocess.Popen[bytes] | None = None

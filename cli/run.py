@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.set)
-    run_dir = RunDir(config.run_dir)
+    run_dir = config.directory
     with RunLock.acquire(run_dir, orphan_wait=config.launch.stop_grace + END_MARGIN_SECS) as lock:
         done = _already_finished(config, run_dir)
         if done is not None:
@@ -77,7 +77,7 @@ class _Parent:
 
     def __init__(self, args: argparse.Namespace, config: RunConfig, lock: RunLock, local: server.LocalServer | None) -> None:
         self.args, self.config, self.lock, self.local = args, config, lock, local
-        self.run = RunDir(config.run_dir)
+        self.run = config.directory
         self.watcher = watch.Watcher(
             self.run, config, local.ui_url if local else server.api_url_from_environment(), quiet=args.json
         )

@@ -12,7 +12,6 @@ from perdure.deployments import api, server
 from perdure.deployments.serve import Served, own_pool
 from perdure.training.config import RunConfig, load_config
 from perdure.training.errors import ConfigError
-from perdure.training.run_dir import RunDir
 
 POLL_SECS = 0.2
 
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         url, home = (local.url, local.home) if local else (server.api_url_from_environment(), None)
         os.environ.update(server.client_environment(url, home))  # ours, and that of all we start
         name = _register(config, args.set, pool)
-        watcher = watch.Watcher(RunDir(config.run_dir), config, local.ui_url if local else url, quiet=args.json)
+        watcher = watch.Watcher(config.directory, config, local.ui_url if local else url, quiet=args.json)
         stack.callback(watcher.close)
         served = stack.enter_context(Served(config, pool, local))
         watcher.say(f"serving {name}: start it in the UI, or with `PREFECT_API_URL={url} prefect deployment run {name}`")
@@ -62,7 +61,7 @@ def _server(config: RunConfig, stack: contextlib.ExitStack) -> server.LocalServe
     """None: the user has chosen one, which answers."""
     if api.chosen():
         return None
-    home = server.ServerHome.beside(RunDir(config.run_dir))
+    home = server.ServerHome.beside(config.directory)
     print(f"starting a local Prefect server in {home.root} ...", file=sys.stderr, flush=True)
     return stack.enter_context(server.acquire(home))
 

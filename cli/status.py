@@ -9,7 +9,7 @@ import msgspec
 from perdure.cli import render, thaw
 from perdure.cli.target import Target, add_target, resolve
 from perdure.tasks import flow_runs
-from perdure.training import files
+from perdure.training import events, files
 from perdure.training.agent import lock
 from perdure.training.checkpoint import catalog, facts, lineage
 from perdure.training.run_dir import RunDir
@@ -101,12 +101,18 @@ def _trainer(live: _Status) -> _Status:
 
 
 def _last_failure(run: RunDir, launches: dict[int, Any], state: str) -> _Status | None:  # Any: records
+    """That of the newest launch that failed: in its own words, else in the flow's, else in ours."""
+    going = max(launches, default=0) if state not in ("failed", "stopped") else 0
+    told = {event.data.get("token"): event for event in events.read(run) if event.kind == "failed"}
     for token in sorted(launches, reverse=True):
-        end = lineage.read_end(run, token)
+        end, event = lineage.read_end(run, token), told.get(token)
         if end is not None and end.reason == "failed":
-            told = {"class": end.error_class, "step": end.step, "detail": end.detail, "time": end.ended}
-            return {"launch": token, **told, "log_tail": end.log_tail}
-        if end is None and token == max(launches) and state == "failed":
+            words = {"class": end.error_class, "step": end.step, "detail": end.detail, "time": end.ended}
+            return {"launch": token, **words, "log_tail": end.log_tail}
+        if end is None and event is not None:
+            words = {"class": event.data.get("error_class"), "step": event.data.get("step"), "detail": event.data.get("detail")}
+            return {"launch": token, **words, "time": event.time, "log_tail": event.data.get("log_tail", "")}
+        if end is None and token != going:
             detail = "left no word: killed, or its machine was lost"
             return {"launch": token, "class": "infrastructure", "step": None, "detail": detail, "time": None, "log_tail": ""}
     return None

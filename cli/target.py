@@ -126,6 +126,7 @@ def _of_directory(path: Path, overrides: Sequence[str]) -> Target:
     if not run.run_json.exists():
         raise CheckpointNotFound(f"{path} holds no run (no run.json)", _better(path))
     info = read_run_info(run)
+    run = RunDir(path, info.store_url)
     return Target(run=run, info=info, steps=info.steps, name=info.name, store_url=info.store_url, store=info.store)
 
 
@@ -141,7 +142,7 @@ def _better(path: Path) -> str:
 
 def _of_config(path: Path, overrides: Sequence[str]) -> Target:
     config = load_config(path, overrides)
-    run = RunDir(config.run_dir)
+    run = config.directory
     info = read_run_info(run) if run.run_json.exists() else None
     return Target(
         run=run, info=info, steps=config.run.steps, name=config.run.name, store_url=config.store_url, store=config.store,

@@ -84,7 +84,7 @@ def _detach(config: Path) -> int:
     """`perdure run` in a session of its own; its output is in the run's logs/. Two at once are one: the other is refused."""
     from perdure.training.config import load_config
 
-    log_path = RunDir(load_config(config).run_dir).flow_log.with_name("run.log")
+    log_path = load_config(config).directory.flow_log.with_name("run.log")
     files.make_dirs(log_path.parent)
     with files.open_private(log_path) as log:
         process = subprocess.Popen(

@@ -11,7 +11,6 @@ from perdure.deployments import server
 from perdure.training import files
 from perdure.training.agent.launch import END_MARGIN_SECS
 from perdure.training.config import RunConfig
-from perdure.training.run_dir import RunDir
 
 FLOW_MARGIN_SECS = 15.0
 """What a stopping flow needs beyond the trainer's grace: pushing the last checkpoint, closing its rows in Prefect."""
@@ -26,7 +25,7 @@ class Served:
     """The keeper and its worker, from here to `stop`."""
 
     def __init__(self, config: RunConfig, pool: str, local: server.LocalServer | None) -> None:
-        run = RunDir(config.run_dir)
+        run = config.directory
         self.grace = config.launch.stop_grace + END_MARGIN_SECS + FLOW_MARGIN_SECS
         self.log = run.flow_log
         command = [sys.executable, "-m", "perdure.deployments.keeper", "--parent", str(os.getpid())]

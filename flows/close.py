@@ -4,7 +4,6 @@ import argparse
 import sys
 
 from perdure.training.config import load_config
-from perdure.training.run_dir import RunDir
 
 
 def main() -> int:
@@ -18,7 +17,7 @@ def main() -> int:
 
     config = load_config(options.config, options.set)
     with get_client(sync_client=True) as client:
-        close_dead(client, RunDir(config.run_dir), config=options.config, overrides=options.set)
+        close_dead(client, config.directory, config=options.config, overrides=options.set)
     return 0
 
 

@@ -97,7 +97,7 @@ def _soon(delay: float) -> Any:  # Any: Prefect's own DateTime type
 
 def _open(flow_run: FlowRun) -> tuple[RunConfig, RunDir]:
     config = load_config(flow_run.parameters["config"], flow_run.parameters.get("overrides") or [])
-    return config, RunDir(config.run_dir)
+    return config, config.directory
 
 
 def _first_launch_of(run: RunDir, flow_run: FlowRun) -> int:

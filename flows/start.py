@@ -9,7 +9,7 @@ from perdure.tasks.verify import prove
 from perdure.training import events, files
 from perdure.training.checkpoint import catalog, facts, manifest
 from perdure.training.checkpoint.lineage import LaunchRecord
-from perdure.training.checkpoint.run_info import create_run_info, read_run_info
+from perdure.training.checkpoint.run_info import create_run_info, follow_store, read_run_info
 from perdure.training.config import RunConfig, changed_settings
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
@@ -33,11 +33,15 @@ def open_run(config: RunConfig, store: ObjectStore | None, *, replan: bool) -> S
     """Open the run directory (or bring the run back from its store) and choose where to resume.
 
     Raises CheckpointDamaged when there are checkpoints and none is good; ConfigError when trajectory settings differ."""
-    run = RunDir(config.run_dir)
+    run = config.directory
     files.make_dirs(run.checkpoints)
     files.make_dirs(run.launches)
     if not run.run_json.exists():
         _adopt_or_create(config, run, store)
+    if before := follow_store(run, config):
+        events.record(
+            run, "notice", text=f"copies go to {config.store_url or 'no store'} from now on; those in {before} stay there"
+        )
     resume = _newest_good(run)
     if resume is not None:
         _check_settings(config, run, resume, replan)
@@ -100,7 +104,7 @@ def _check_settings(config: RunConfig, run: RunDir, resume: CheckpointName, repl
 def next_token(config: RunConfig, store: ObjectStore | None, start: Start) -> LaunchRecord:
     """Take the next launch token, here and in the store."""
     return take_token(
-        RunDir(config.run_dir),
+        config.directory,
         store,
         run_id=start.run_id,
         resumed_from=str(start.resume) if start.resume else None,

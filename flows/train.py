@@ -33,7 +33,7 @@ from perdure.training.checkpoint import catalog, facts, lineage
 from perdure.training.checkpoint.lineage import LaunchEnd
 from perdure.training.config import RunConfig, load_config
 from perdure.training.errors import ConfigError, NotReplicated, PerdureError, Stopped, TrainingFailed
-from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.run_dir import CheckpointName
 
 FINAL_PUSH_TRIES = 3
 SAME_COMMAND = "the same command goes on"
@@ -46,7 +46,7 @@ class _Drive:
 
     def __init__(self, config: RunConfig, overrides: list[str], replan: bool, since: int, lock: RunLock) -> None:
         self.config, self.overrides, self.replan, self.since, self.lock = config, overrides, replan, since, lock
-        self.run = RunDir(config.run_dir)
+        self.run = config.directory
         self.store = store_of(config)
         self.log = get_run_logger()
         self.jobs: dict[tuple[str, str], PrefectFuture[Any]] = {}  # Any: JSON values
@@ -208,6 +208,9 @@ class _Drive:
             last = lineage.lineage(self.run)[0]
             if self.store is None or facts.is_in(self.run, last, "store"):
                 break
+            problem, curable = self._not_pushed(last)
+            if not curable:
+                break
         manifest = catalog.manifest_of(self.run, last)
         if not any(
             event.kind == "completed" and event.data.get("digest") == manifest.state_digest for event in events.read(self.run)
@@ -216,11 +219,15 @@ class _Drive:
         self.tell()
         self.settle(time.monotonic() + 10.0)
         if self.store is not None and not facts.is_in(self.run, last, "store"):
-            raise NotReplicated(
-                f"{self.run.root}: all {last.step} steps are trained and proven, but {last} is not in {self.store.url}",
-                "see `perdure status`; running the same command again only pushes",
-            )
+            text = f"all {last.step} steps are trained and proven, but {last} is not in {self.store.url}: {problem}"
+            raise NotReplicated(f"{self.run.root}: {text}", "running the same command again only pushes")
         return {"step": last.step, "state_digest": manifest.state_digest, "checkpoint": str(last)}
+
+    def _not_pushed(self, name: CheckpointName) -> tuple[str, bool]:
+        """Why the newest push of it failed, and whether another try may help."""
+        failed = [event.data for event in events.read(self.run) if event.kind == "push_failed"]
+        newest = [data for data in failed if data.get("name") == str(name)][-1:]
+        return next(((str(data["error"]), bool(data["retryable"])) for data in newest), ("see its page in Prefect", True))
 
 
 _RUNNER: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=3)  # Any: our tasks return different things
@@ -251,7 +258,7 @@ def train(
     `replan`: accept changed trajectory settings, and record them. `since` and `deaths` carry the restart budget along."""
     checked = load_config(config, overrides or [])
     load_secrets(checked)
-    run = RunDir(checked.run_dir)
+    run = checked.directory
     with RunLock.acquire(run, orphan_wait=checked.launch.stop_grace + END_MARGIN_SECS) as lock:
         run.stop_request.unlink(missing_ok=True)
         first = since if since is not None else max(lineage.read_launches(run), default=0) + 1

@@ -9,7 +9,6 @@ from perdure.flows.attend import PATIENCE_SECS, Means, watch
 from perdure.tasks.blocks import load_secrets
 from perdure.tasks.notify import deliver
 from perdure.training.config import load_config
-from perdure.training.run_dir import RunDir
 
 
 @flow(name="watchdog", retries=0)
@@ -19,7 +18,7 @@ def watchdog(
     """Look after the run of the run.toml at `config`: two looks `patience` seconds apart, then help if it is dead."""
     log, checked = get_run_logger(), load_config(config, overrides or [])
     load_secrets(checked)
-    run = RunDir(checked.run_dir)
+    run = checked.directory
     if not run.run_json.exists():
         name = checked.run.name
         log.info("Nothing to watch: %s is not there. A run that is gone: `perdure deploy --remove %s`.", run.run_json, name)

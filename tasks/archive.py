@@ -11,7 +11,6 @@ from perdure.training import events
 from perdure.training.amounts import counted, size
 from perdure.training.config import RunConfig
 from perdure.training.errors import RunBusy
-from perdure.training.run_dir import RunDir
 from perdure.training.travel import archive as archiving
 from perdure.training.travel.archive import Done, Step, Survey
 from perdure.training.travel.places import remotes_of
@@ -21,7 +20,7 @@ from perdure.training.travel.places import remotes_of
 def archive(config: RunConfig, dry_run: bool) -> dict[str, Any]:  # Any: JSON values, shown in the UI
     """What was planned, and what became of it."""
     background.yield_to_training()
-    run, log = RunDir(config.run_dir), get_run_logger()
+    run, log = config.directory, get_run_logger()
     if not config.tiers or not run.run_json.exists():
         why = f"run {config.run.name} has not started" if config.tiers else f"{config.path} has no tiers"
         log.info("Nothing to archive: %s.", why)

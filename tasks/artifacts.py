@@ -26,7 +26,6 @@ from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.config import RunConfig
 from perdure.training.errors import PerdureError
 from perdure.training.redact import redact
-from perdure.training.run_dir import RunDir
 
 MIN_SECS = 15.0
 """Between two updates, however short the chunks are."""
@@ -44,7 +43,7 @@ class Board:
     def __init__(self, config: RunConfig, overrides: list[str], flow_run_id: str, tags: list[str], logger: Any) -> None:
         # Any: Logger or LoggerAdapter
         self.config, self.overrides, self.id, self.tags, self.logger = config, overrides, flow_run_id, tags, logger
-        self.run = RunDir(config.run_dir)
+        self.run = config.directory
         self.record: FlowRunRecord | None = None
         if flow_run_id:
             with contextlib.suppress(OSError):  # a full disk: a run without a picture

@@ -15,7 +15,7 @@ from perdure.training.config import RunConfig
 from perdure.training.drill.drill import drill as hold
 from perdure.training.drill.plan import plan
 from perdure.training.errors import ConfigError
-from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.run_dir import CheckpointName
 
 
 @task(name="drill", cache_policy=NO_CACHE, persist_result=False)
@@ -35,10 +35,10 @@ def drill(
         log.info("%s: %s.", "Nothing to drill" if planned.nothing else "Dry run", said)
         return {"nothing": said, "passed": True}
     held = hold(config, overrides, store, wanted, planned, lambda text: log.info("%s.", text[:1].upper() + text[1:]))
-    drills = drilled.keep(RunDir(config.run_dir), held)
+    drills = drilled.keep(config.directory, held)
     log.info("%s\n%s", drilled.title(held), "\n".join(drilled.lines(drills)))
     page = drilled.markdown(drills, config.run.name)
     create_markdown_artifact(page, key=f"drill-{slug(held.run)}", description=drilled.title(held))
-    if RunDir(config.run_dir).run_json.exists():
-        deliver(RunDir(config.run_dir), config.notify, logger=log)
+    if config.directory.run_json.exists():
+        deliver(config.directory, config.notify, logger=log)
     return {"nothing": "", "recovery_secs": held.recovery_secs, **msgspec.to_builtins(held)}

@@ -28,7 +28,7 @@ from perdure.training.travel.places import Remote, remotes_of
 def prune(config: RunConfig, dry_run: bool) -> dict[str, Any]:  # Any: JSON values, shown in the UI
     """What was decided, and what became of it; of each place with a retention of its own too."""
     background.yield_to_training()
-    run, log = RunDir(config.run_dir), get_run_logger()
+    run, log = config.directory, get_run_logger()
     if not run.run_json.exists():
         log.info("Nothing to prune: run %s has not started.", config.run.name)
         return {**_told(None, None, busy=False), "places": {}}

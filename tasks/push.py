@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from prefect import task
@@ -11,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from perdure.tasks import background
 from perdure.training import events
 from perdure.training.config import RunConfig
-from perdure.training.errors import StoreError
+from perdure.training.errors import PerdureError, StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore, open_store
 from perdure.training.travel.push import push as push_checkpoint
@@ -27,11 +26,11 @@ def copy_out(run: RunDir, store: ObjectStore, name: CheckpointName, should_stop:
     began = time.monotonic()
     try:
         fact = push_checkpoint(run, store, name, should_stop=should_stop)
-    except StoreError as error:
-        events.record(
-            run, "push_failed", step=name.step, name=str(name), error=error.in_one_line()[:1000], retryable=error.retryable
-        )
-        if not error.retryable:
+    except PerdureError as error:
+        curable = isinstance(error, StoreError) and error.retryable
+        told = error.in_one_line()[:1000]
+        events.record(run, "push_failed", step=name.step, name=str(name), error=told, retryable=curable)
+        if not curable:
             raise
         return False
     if fact.result == "good":
@@ -46,4 +45,4 @@ def push(config: RunConfig, name: str, should_stop: Callable[[], bool]) -> dict[
     parsed, store = CheckpointName.parse(name), store_of(config)
     assert parsed is not None
     assert store is not None
-    return {"checkpoint": name, "replicated": copy_out(RunDir(Path(config.run_dir)), store, parsed, should_stop)}
+    return {"checkpoint": name, "replicated": copy_out(config.directory, store, parsed, should_stop)}

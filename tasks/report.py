@@ -10,14 +10,13 @@ from perdure.tasks.notify import deliver
 from perdure.tasks.weekly import digest, markdown
 from perdure.training import events
 from perdure.training.config import RunConfig
-from perdure.training.run_dir import RunDir
 
 MAX_TEXT = 2500
 
 
 @task(name="report", cache_policy=NO_CACHE, persist_result=False)
 def report(config: RunConfig, days: float, dry_run: bool) -> dict[str, Any]:  # Any: JSON values, shown in the UI
-    run, log = RunDir(config.run_dir), get_run_logger()
+    run, log = config.directory, get_run_logger()
     if not run.run_json.exists():
         log.info("Nothing to report: run %s has not started.", config.run.name)
         return {}

@@ -9,7 +9,6 @@ from perdure.tasks import background
 from perdure.tasks.notify import deliver
 from perdure.training.amounts import counted, size
 from perdure.training.config import RunConfig
-from perdure.training.run_dir import RunDir
 from perdure.training.travel import scrub as scrubbing
 from perdure.training.travel.places import reading_order
 from perdure.training.travel.scrub_plan import choose, parse_budget, survey
@@ -19,7 +18,7 @@ from perdure.training.travel.scrub_plan import choose, parse_budget, survey
 def scrub(config: RunConfig, budget: str, dry_run: bool) -> dict[str, Any]:  # Any: JSON values, shown in the UI
     """What was chosen and what became of it, and which places could not be looked at: the next schedule reads on."""
     background.yield_to_training()
-    run, places, log = RunDir(config.run_dir), reading_order(config), get_run_logger()
+    run, places, log = config.directory, reading_order(config), get_run_logger()
     if not run.run_json.exists():
         log.info("Nothing to scrub: run %s has not started.", config.run.name)
         return {"copies": 0, "chosen": [], "damaged": 0, "problems": {}}

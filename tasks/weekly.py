@@ -71,7 +71,9 @@ def digest(run: RunDir, days: float, *, now: float | None = None) -> Digest:
     """Raises CheckpointNotFound where there is no run."""
     now = time.time() if now is None else now
     since = now - days * 86400
-    info, look, listed = read_run_info(run), watchdog.look(run), catalog.list_checkpoints(run)
+    info = read_run_info(run)
+    run = RunDir(run.root, run.store or info.store_url)
+    look, listed = watchdog.look(run), catalog.list_checkpoints(run)
     curve = Curve(run, info.steps)
     curve.read()
     launches = lineage.read_launches(run)

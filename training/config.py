@@ -16,6 +16,7 @@ from perdure.training.launch_settings import LaunchSection, wrong_launch
 from perdure.training.overrides import declared_type, override
 from perdure.training.redact import names_a_secret
 from perdure.training.retention_settings import RetentionSection, wrong_retention
+from perdure.training.run_dir import RunDir
 from perdure.training.tier_settings import StoreSection, TierSection, absolute_url, keep_apart, wrong_places
 
 
@@ -87,6 +88,10 @@ class RunConfig(_Document, frozen=True, kw_only=True):
     """Absolute `file:///...` or `s3://...`; empty without a store."""
     tier_urls: dict[str, str]
     """Of each tier, absolute."""
+
+    @property
+    def directory(self) -> RunDir:
+        return RunDir(self.run_dir, self.store_url)
 
     @property
     def save_every(self) -> int:

@@ -50,6 +50,8 @@ def rank_index(rank: int, *, rolled_up: bool = False) -> str:
 class RunDir:
     root: Path
     """Absolute."""
+    store: str = ""
+    """URL of the store as the settings have it: what is known of copies in another store does not count. Empty: all does."""
 
     # what the run is
     @property

@@ -73,3 +73,9 @@ def _wrong_tags(tags: dict[str, str], name: str) -> Iterator[tuple[str, str]]:
         plain = 1 <= len(key) <= 128 and len(value) <= 256 and _TAG.fullmatch(key) and _TAG.fullmatch(value)
         if not plain or key.lower().startswith("aws:"):
             yield f"{name}: {key!r} = {value!r} is no tag", "use letters, digits, space and _ . : / = + - @; not aws:..."
+
+
+def s3_url(bucket: str, prefix: str) -> str:
+    """The one spelling of a bucket's URL; `prefix` as its keys have it."""
+    spelled = prefix.strip("/").replace("%", "%25").replace("#", "%23").replace("?", "%3F")
+    return f"s3://{bucket}/{spelled}".rstrip("/")

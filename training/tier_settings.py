@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from perdure.training.errors import ConfigError
 from perdure.training.retention_settings import RetentionSection, wrong_retention
-from perdure.training.store_settings import NEED_THAW, StoreSettings, wrong_store
+from perdure.training.store_settings import NEED_THAW, StoreSettings, s3_url, wrong_store
 
 RESERVED = ("local", "store")
 """Names of the two places that are no tier."""
@@ -74,7 +74,7 @@ def absolute_url(url: str, base: Path, key: str) -> str:
         if not bucket or "?" in url or "#" in url or ".." in parts.path.split("/"):
             hint = "a bucket's name is of letters, digits, dots, dashes; a prefix has no #, no ? and no .."
             raise ConfigError(f"{key} {url!r} is not s3://bucket/prefix", hint)
-        return url.rstrip("/")
+        return s3_url(parts.netloc, unquote(parts.path))
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise ConfigError(f"{key} {url!r} is not file:///absolute/folder", "write three slashes after file:")

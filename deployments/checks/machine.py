@@ -11,7 +11,6 @@ from pathlib import Path
 from perdure.deployments.checks.finding import Finding, Subject, fail, ok, warn
 from perdure.deployments.checks.run import newest_raw_bytes
 from perdure.training.agent import extension_locks
-from perdure.training.run_dir import RunDir
 
 
 def check_python(subject: Subject) -> Iterator[Finding]:
@@ -56,7 +55,7 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     """Available against one more copy of the state, which a snapshot is."""
     available = min(_meminfo("MemAvailable"), _cgroup_room())
     said = f"{available / 2**30:.1f} GiB available"
-    raw = newest_raw_bytes(RunDir(subject.config.run_dir)) if subject.config else 0
+    raw = newest_raw_bytes(subject.config.directory) if subject.config else 0
     if not raw:
         yield ok("memory", said)
     elif available < 2 * raw:

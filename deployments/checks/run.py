@@ -34,7 +34,7 @@ def check_run(subject: Subject) -> Iterator[Finding]:
     if subject.config is None:
         yield from skip_all(("run directory", "run holder", "run room"), "no RUN.toml was named")
         return
-    run = RunDir(subject.config.run_dir)
+    run = subject.config.directory
     yield _directory(run.root)
     yield _holder(run)
     yield _room(run)

@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 
 from perdure.tasks import flow_runs
+from perdure.training import events
 from perdure.training.checkpoint.facts import Fact, write_fact
+from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.run_dir import CheckpointName
 
 Command = Callable[..., Any]
 
 
 def fact(made: Any, step: int, copy: str, result: str = "good", token: int = 1) -> None:
-    write_fact(made.run, CheckpointName(step, token), Fact(copy=copy, checked_at=time.time(), result=result))
+    place = read_run_info(made.run).store_url if copy == "store" else ""
+    write_fact(made.run, CheckpointName(step, token), Fact(copy=copy, checked_at=time.time(), result=result, location=place))
 
 
 def test_ls_json_describes_each_checkpoint(made: Any, command: Command) -> None:
@@ -115,6 +118,31 @@ def test_status_tells_complete_from_not_replicated(made: Any, command: Command) 
     flow_runs.enter(made.run, "0123", "http://127.0.0.1:4200/v2/runs/flow-run/0123")
     assert state_of(made, command)["flow_run"] == {"id": "0123", "page": "http://127.0.0.1:4200/v2/runs/flow-run/0123"}
     assert "page          http://127.0.0.1:4200/v2/runs/flow-run/0123" in command("status", made.run.root).out
+
+
+def test_status_counts_copies_in_the_present_store_only(made: Any, command: Command) -> None:
+    made.write(60)
+    for copy in ("local", "store"):
+        fact(made, 60, copy)
+    assert state_of(made, command)["state"] == "complete"
+    elsewhere = command("status", made.toml, "--set", "store.url=other", "--json").json
+    assert (elsewhere["state"], elsewhere["newest_replicated_step"]) == ("complete_not_replicated", None)
+    pushed = command("push", made.toml, "--set", "store.url=other", "--dry-run", "--json").json["pushed"]
+    assert pushed[-1] == "000000000060-0001", "what another store has is no copy in this one"
+
+
+def test_last_failure_is_that_of_the_newest_launch_that_failed_with_or_without_a_word(made: Any, command: Command) -> None:
+    made.end(1, "failed", 45, "user", "ValueError: no")
+    for token in (2, 3):
+        made.launch(token, "000000000040-0001")
+    assert state_of(made, command)["last_failure"]["launch"] == 3
+    made.write(60, token=3)
+    silent = state_of(made, command)["last_failure"]
+    assert (silent["launch"], silent["class"]) == (2, "infrastructure"), "launch 3 did what it had to"
+    events.record(made.run, "failed", token=2, error_class="infrastructure", step=43, detail="agent ended with status -9")
+    told = state_of(made, command)["last_failure"]
+    assert (told["launch"], told["step"], told["detail"]) == (2, 43, "agent ended with status -9")
+    assert "infrastructure at step 43, launch 2" in command("status", made.toml).out
 
 
 HOLDER = """

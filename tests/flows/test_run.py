@@ -15,6 +15,7 @@ from conftest import copy_database
 from harness import Direct, Run, copy_tiny, kill, wait_until
 
 from perdure.deployments import server
+from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.process import identify
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
@@ -136,6 +137,25 @@ def test_bug_in_user_code_stops_at_once_and_names_it_however_much_it_says(tmp_pa
     whole = (run.dir.root / "logs" / "launch-0001" / "rank-00000.log").read_text()
     assert "19999\n" in whole
     assert "x" * 2_000_000 in whole
+
+
+def test_store_that_refuses_at_the_end_is_named_and_another_one_gets_all(run: Run, reference: str) -> None:
+    parent = run.start_held_at(37)
+    store = run.toml.parent / "store"
+    wait_until(lambda: any(told(run, "pushed", 35)), "the newest checkpoint in the store")
+    store.rename(run.toml.parent / "gone")
+    store.write_text("no folder any more")
+    run.go_on()
+    assert parent.wait(120) == 9, run.log()
+    assert told(run, "push_failed", 40) == [True], "what another try cannot cure is tried once"
+    assert f"cannot write {store / 'run.json'}: Not a directory" in run.log().splitlines()[-2]
+    before = run.committed()
+    moved = Run(run.toml, "store.url=elsewhere")
+    assert moved.finish() == 0, run.log()
+    assert run.committed() == before, "only pushed"
+    assert run.digest() == reference
+    assert {path.parent.name for path in run.toml.parent.glob("elsewhere/*/*/manifest.json")} == set(map(str, before))
+    assert read_run_info(run.dir).store_url == (run.toml.parent / "elsewhere").as_uri()
 
 
 def test_prefect_server_stuck_and_then_killed_does_not_stop_training(tmp_path: Path, reference: str) -> None:

@@ -17,7 +17,7 @@ from perdure.training.agent.lock import LOCK_FD_VARIABLE, RunLock, end_agent
 from perdure.training.checkpoint.lineage import LaunchEnd, read_end
 from perdure.training.config import RunConfig
 from perdure.training.process import end_session
-from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.run_dir import CheckpointName
 
 POLL_SECS = 0.02
 END_MARGIN_SECS = 5.0
@@ -40,7 +40,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, token: int, began: int, process: subprocess.Popen[bytes]) -> None:
         self.config, self.token, self.began, self.process = config, token, began, process
-        self.run = RunDir(config.run_dir)
+        self.run = config.directory
 
     @classmethod
     def start(
@@ -58,7 +58,7 @@ class Trainer:
         """Launch an agent once every earlier one on this host is gone. It inherits the run's lock, and `environment` without
         what a trainer must not see. Raises ConfigError when the launch command cannot be started here."""
         refuse_what_cannot_start(config, environment)
-        run = RunDir(config.run_dir)
+        run = config.directory
         end_agent(run, grace=config.launch.stop_grace + END_MARGIN_SECS)
         files.make_dirs(run.logs(token))
         command = [sys.executable, "-m", "perdure.training.agent.main", "--config", str(config.path)]

@@ -22,7 +22,7 @@ from perdure.training.agent.watch import Deadlines
 from perdure.training.checkpoint.lineage import LaunchEnd, write_end
 from perdure.training.config import RunConfig, load_config
 from perdure.training.process import identify
-from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.run_dir import CheckpointName
 from perdure.training.wire import Message
 
 TICK_SECS = 0.1
@@ -57,7 +57,7 @@ class Agent:
     def __init__(self, launch: Launch, node: int = 0) -> None:
         self.number = node
         config, token, resume = launch.config, launch.token, launch.resume
-        self.launch, self.config, self.token, self.run = launch, config, token, RunDir(config.run_dir)
+        self.launch, self.config, self.token, self.run = launch, config, token, config.directory
         files.make_dirs(self.run.logs(token, node))
         files.make_dirs(self.run.metrics(token).parent)
         self.slots = [
@@ -361,7 +361,7 @@ def main() -> None:
     files.set_role("agent")
     descendants.adopt_orphans()
     config = load_config(options.config, options.set)
-    run = RunDir(config.run_dir)
+    run = config.directory
     files.write_atomically(run.agent_json, msgspec.json.encode(identify()))
     launch = Launch(
         config=config,

@@ -30,10 +30,12 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_fact(run: RunDir, name: CheckpointName, copy: str) -> Fact | None:
+    """None also for a fact about the store that was the run's before this one."""
     try:
-        return msgspec.json.decode(files.read_limited(run.fact(name, copy), MAX_FACT), type=Fact)
+        fact = msgspec.json.decode(files.read_limited(run.fact(name, copy), MAX_FACT), type=Fact)
     except (OSError, ValueError, RecursionError):
         return None
+    return None if copy == STORE and run.store and fact.location != run.store else fact
 
 
 def write_fact(run: RunDir, name: CheckpointName, fact: Fact) -> None:

@@ -1,8 +1,8 @@
-"""run.json: what a run is and where its copies go; written once, in the directory and in the store."""
+"""run.json: what a run is and where its copies go; written once in the store, here also when that is another one."""
 
 import secrets
 import time
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -54,12 +54,24 @@ def create_run_info(run: RunDir, config: RunConfig) -> RunInfo:
         created=time.time(),
         steps=config.run.steps,
         chunk=config.run.chunk,
-        store_url=config.store_url,
-        **{name: getattr(config.store, name) for name in StoreSettings.__struct_fields__},
+        **_store_of(config),
     )
     files.make_dirs(run.root)
     files.create_exclusively(run.run_json, msgspec.json.encode(info))
     return read_run_info(run)
+
+
+def _store_of(config: RunConfig) -> dict[str, Any]:  # Any: settings
+    return {"store_url": config.store_url} | {name: getattr(config.store, name) for name in StoreSettings.__struct_fields__}
+
+
+def follow_store(run: RunDir, config: RunConfig) -> str:
+    """Have run.json say what the run.toml says now of the store. Returns the URL of another one that it was before."""
+    before = read_run_info(run)
+    now = msgspec.structs.replace(before, **_store_of(config))
+    if now != before:
+        files.write_atomically(run.run_json, msgspec.json.encode(now))
+    return before.store_url if before.store_url != now.store_url else ""
 
 
 def read_run_info(run: RunDir) -> RunInfo:

@@ -75,7 +75,7 @@ class _Rehearsal:
     def __post_init__(self) -> None:
         self.began = time.time()
         self.run = self.folder.run
-        self.trained = _trained(RunDir(self.config.run_dir))
+        self.trained = _trained(self.config.directory)
 
     def go(self, wanted: CheckpointName | None) -> None:
         newest = self.pull(wanted)

@@ -11,7 +11,7 @@ from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.config import RunConfig
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ObjectNotFound
-from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.run_dir import CheckpointName
 from perdure.training.storage.store import ObjectStore
 from perdure.training.travel.contents import remote_checkpoints
 from perdure.training.travel.copies import Stored, read_manifest
@@ -66,7 +66,7 @@ def plan(config: RunConfig, store: ObjectStore, wanted: CheckpointName | None, s
     """For `wanted`, or the newest whose manifest can be read.
 
     Raises CheckpointNotFound where the store lacks `wanted`, StoreConflict where it holds another run, StoreError."""
-    run = RunDir(config.run_dir)
+    run = config.directory
     has_trained = catalog.has_checkpoints(run)
     try:
         run_id = remote_run_info(store).id

@@ -35,7 +35,7 @@ from perdure.training.storage.store import (
     Watch,
     check_key,
 )
-from perdure.training.store_settings import NEED_THAW
+from perdure.training.store_settings import NEED_THAW, s3_url
 
 CONNECTIONS = 32
 ATTEMPTS = 4
@@ -66,7 +66,7 @@ class S3Store:
 
     def __init__(self, bucket: str, prefix: str, settings: StoreSettings) -> None:
         self.bucket = bucket
-        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
+        self.url = s3_url(bucket, prefix)
         self.part_bytes = settings.part_mib << 20
         self._prefix = f"{prefix}/" if prefix else ""
         self.settings = settings

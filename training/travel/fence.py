@@ -87,7 +87,8 @@ def record_launch(store: ObjectStore, record: LaunchRecord) -> bool:
 def take_token(
     run: RunDir, store: ObjectStore | None, *, run_id: str, resumed_from: str | None, created: float, host: str, pid: int
 ) -> LaunchRecord:
-    """The next token, ours alone here and in the store. A store that cannot be reached is left out, and the notes say so."""
+    """The next token, ours alone here and in the store, which becomes this run's if it is new. A store that cannot be reached
+    is left out, and the notes say so."""
     record = LaunchRecord(
         token=max(read_launches(run), default=0) + 1,
         resumed_from=resumed_from,
@@ -100,6 +101,7 @@ def take_token(
     while True:
         if store is not None:
             try:
+                claim_run(run, store)
                 record = _take_remote(store, record)
             except StoreError as error:
                 if not error.retryable:
