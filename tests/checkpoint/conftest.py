@@ -38,3 +38,26 @@ def order_upkeep() -> Iterator[Callable[..., int]]:
         yield give
         stdin.close()
         assert worker.wait(30) == 0
+
+
+@pytest.fixture(scope="module")
+def order() -> Iterator[Callable[..., int]]:
+    """Have a forked process write (or check, or take a token) under a fail plan; its exit status."""
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": str(here.parent)}
+    with subprocess.Popen(
+        [sys.executable, here / "forking_writer.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as writer:
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        stdin, stdout = writer.stdin, writer.stdout
+
+        def give(run: RunDir, plan: str = "", act: str = "write", step: int = 4, seed: int = 4, base: object = "") -> int:
+            told = {"run": str(run.root), "plan": plan, "act": act, "step": step, "seed": seed, "base": str(base)}
+            stdin.write(json.dumps(told) + "\n")
+            stdin.flush()
+            return int(stdout.readline())
+
+        yield give
+        stdin.close()
+        assert writer.wait(30) == 0

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from snapshots import RUN_ID, Source, ranks, write
+from two_nodes import share
 
 from perdure.training import files
 from perdure.training.checkpoint.lineage import LaunchRecord, create_launch
@@ -22,6 +23,8 @@ def act(order: dict[str, str | int], sources: list[Source]) -> None:
     files.set_role("saver")
     if order["act"] == "write":
         write(run, *sources, base=CheckpointName.parse(str(order.get("base"))))
+    elif order["act"] == "share":
+        share(run, int(order["seed"]), CheckpointName(step, 1))
     elif order["act"] == "check":
         check(run, CheckpointName(step, 1))
     else:

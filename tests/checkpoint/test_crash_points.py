@@ -1,10 +1,8 @@
 """Killed before each disk call, or each failing, or the disk really full: the old one stays, the new one is there or not."""
 
 import errno
-import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,31 +18,6 @@ from perdure.training.run_dir import CheckpointName, RunDir
 
 SECOND = CheckpointName(4, 1)
 Order = Callable[..., int]
-
-
-@pytest.fixture(scope="module")
-def order() -> Iterator[Order]:
-    """Have a forked process write (or check, or take a token) under a fail plan; its exit status."""
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": str(here.parent)}
-    with subprocess.Popen(
-        [sys.executable, here / "forking_writer.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-    ) as writer:
-        assert writer.stdin is not None
-        assert writer.stdout is not None
-        stdin, stdout = writer.stdin, writer.stdout
-
-        def give(
-            run: RunDir, plan: str = "", act: str = "write", step: int = SECOND.step, seed: int = 4, base: object = ""
-        ) -> int:
-            told = {"run": str(run.root), "plan": plan, "act": act, "step": step, "seed": seed, "base": str(base)}
-            stdin.write(json.dumps(told) + "\n")
-            stdin.flush()
-            return int(stdout.readline())
-
-        yield give
-        stdin.close()
-        assert writer.wait(30) == 0
 
 
 @pytest.fixture

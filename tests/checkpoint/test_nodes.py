@@ -3,17 +3,19 @@ have written, or not at all."""
 
 import os
 import shutil
+import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from snapshots import RUN_ID, Source, random_bytes
+from snapshots import RUN_ID
+from two_nodes import rank, share
 
 from perdure.training import files
 from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint.manifest import Manifest
-from perdure.training.checkpoint.nodes import Node, Share
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.shared import parts
 from perdure.training.checkpoint.verify import verify_folder
@@ -22,39 +24,12 @@ from perdure.training.errors import CheckpointDamaged
 from perdure.training.run_dir import CheckpointName, RunDir
 
 
-def rank(number: int, step: int) -> Source:
-    """Of two on each of two nodes. A model that changes a little, its bf16 copy, a generator, what only the two nodes have
-    different, a piece."""
-    master = np.random.default_rng(7).normal(0, 1, 50_000).astype(np.float32)
-    master[:step] = step
-    source = Source(step, data={"samples": 7, "tokens": 10})
-    source.plain("model", {"layers": 3})
-    source.array("model/master", master)
-    source.tensor("model/half", "bfloat16", master.shape, (master.view(np.uint32) >> 16).astype(np.uint16).tobytes())
-    source.array("model/table", np.arange(50_000, dtype=np.int64))
-    source.tensor("rng/cpu", "uint8", (5000,), random_bytes(number, 5000))
-    source.array("node", np.full(2000, number // 2, np.float32))
-    return source.array(f"piece%at/{number}", np.full(2000, number, np.float32))
-
-
-def share(run: RunDir, number: int, name: CheckpointName, *, full: bool = True) -> Manifest | None:
-    own: list[object] = [rank(at, name.step) for at in (2 * number, 2 * number + 1)]
-    stored = parts(own, 1)  # type: ignore[arg-type]  # sources in memory
-    node = Node(number, 2)
-    return Share(run=run, run_id=RUN_ID, name=name, node=node, stored=stored, full=full, encoding="auto", threads=1).write()
-
-
 def commit(run: RunDir, name: CheckpointName, *, full: bool = True) -> Manifest:
     with ThreadPoolExecutor() as pool:
         zero, one = pool.map(lambda number: share(run, number, name, full=full), (0, 1))
     assert one is None
     assert zero is not None
     return zero
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path / "run")
 
 
 def test_two_nodes_store_what_one_with_all_the_ranks_would(run: RunDir, tmp_path: Path) -> None:
@@ -111,6 +86,30 @@ def test_a_node_that_was_killed_writes_again_and_the_same_comes_out(run: RunDir,
     assert share(run, 1, name) is None
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_node_killed_before_each_disk_call_goes_on_and_the_same_comes_out(
+    run: RunDir, order: Callable[..., int], victim: int
+) -> None:
+    name = CheckpointName(4, 1)
+    wanted = commit(run, name).files
+    shutil.rmtree(run.checkpoint(name))
+    for number in range(1, 99):
+        with ThreadPoolExecutor() as pool:
+            other = pool.submit(share, run, 1 - victim, name)
+            status = order(run, f"saver:kill:{number}", act="share", seed=victim)
+            if status:
+                assert status == -signal.SIGKILL
+                assert order(run, act="share", seed=victim) == 0
+            other.result(60)
+        assert verify_folder(run.checkpoint(name)) == []
+        assert manifests.read(run.checkpoint(name)).files == wanted
+        assert {path.suffix for path in run.checkpoint(name).iterdir()} == {".pack", ".index", ".json"}, number
+        if status == 0:
+            break
+        shutil.rmtree(run.checkpoint(name))
+    assert 15 < number < 98
+
+
 def test_a_part_that_is_not_what_its_node_has_written_is_never_committed(run: RunDir) -> None:
     name, other = CheckpointName(2, 1), CheckpointName(2, 2)
     commit_first = ThreadPoolExecutor()
@@ -121,9 +120,9 @@ def test_a_part_that_is_not_what_its_node_has_written_is_never_committed(run: Ru
             while not run.offer(theirs, number).exists():
                 pass
             run.offer(ours, number).parent.mkdir(parents=True, exist_ok=True)
-            os.link(run.offer(theirs, number), run.offer(ours, number))  # whole at once, as an offer is
+            os.link(run.offer(theirs, number), run.offer(ours, number))  # whole at once, as all they tell is
         one.result(60)
-        shutil.copy(run.part(name, 1), run.part(other, 1))
+        os.link(run.part(name, 1), run.part(other, 1))
         with pytest.raises(CheckpointDamaged, match="is of checkpoint 000000000002-0001"):
             zero.result(60)
     assert not manifests.is_committed(run, other)

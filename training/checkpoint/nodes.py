@@ -92,7 +92,7 @@ class Share:
         run, name, number = self.run, self.name, self.node.number
         files.make_dirs(run.checkpoint(name))
         if manifests.is_committed(run, name):
-            return manifests.read(run.checkpoint(name)) if number == 0 else None
+            return self._committed() if number == 0 else None
         if number and run.part(name, number).exists():
             return None
         with self._agreed_base() as base:
@@ -127,13 +127,23 @@ class Share:
     def _write_packs(self, offers: Sequence[Offer], base: CheckpointReader | None) -> tuple[FileRecord, ...]:
         elsewhere, differing = compared(offers, self.node.number)
         folder, first = self.run.checkpoint(self.name), self.node.number * len(self.stored)
-        _clear(folder, range(first, first + len(self.stored)))
+        self._clear(folder, range(first, first + len(self.stored)))
         records: list[FileRecord] = []
         for rank, part in enumerate(self.stored, first):
             paths = {entry.path for entry in part.entries} - elsewhere | differing
             entries = tuple(entry for entry in part.snapshot.entries if entry.path in paths)
             records += write_part(folder, rank, dataclasses.replace(part, entries=entries), self._way(base)).files
         return tuple(records)
+
+    def _clear(self, folder: Path, ranks: Iterable[int]) -> None:
+        """What a saver of this node that was killed has left there; what it has told the others stands."""
+        run, name, number = self.run, self.name, self.node.number
+        told = [run.offer(name, number), run.part(name, number), *([run.manifest(name)] if number == 0 else [])]
+        packs = tuple(f"rank-{rank:05d}." for rank in ranks)
+        torn = (*(f".{path.name}." for path in told), *(f".{pack}" for pack in packs))
+        for path in folder.iterdir():
+            if path.name.startswith(packs) or (files.is_temporary(path.name) and path.name.startswith(torn)):
+                files.remove(path)
 
     def _way(self, base: CheckpointReader | None) -> Way:
         return Way(self.encoding, self.threads, base)
@@ -152,10 +162,14 @@ class Share:
         about = merged([about for offer in offers for about in offer.abouts])
         manifest = make_manifest(self.run_id, name, about, records, entries, base)
         files.write_atomically(run.manifest(name), manifests.seal(manifest))
+        return self._committed()
+
+    def _committed(self) -> Manifest:
+        """What is there now. What the nodes have told each other has served."""
         for number in range(self.node.nodes):
-            files.remove(run.offer(name, number), durable=False)
-            files.remove(run.part(name, number), durable=False)
-        return manifest
+            files.remove(self.run.offer(self.name, number), durable=False)
+            files.remove(self.run.part(self.name, number), durable=False)
+        return manifests.read(self.run.checkpoint(self.name))
 
 
 def _offered(part: Part, threads: int, pool: ThreadPoolExecutor) -> Iterator[Offered]:
@@ -203,14 +217,6 @@ def _entries(folder: Path, pack: FileRecord, index: FileRecord) -> tuple[IndexEn
     if f"blake3:{blake3.blake3(data).hexdigest()}" != index.digest or (folder / pack.name).stat().st_size != pack.bytes:
         raise CheckpointDamaged(f"{folder / pack.name} is not what its node has written", part="pack")
     return decode_index(data, pack.bytes, str(folder / index.name), increment=True)
-
-
-def _clear(folder: Path, ranks: Iterable[int]) -> None:
-    """What a saver of this node that was killed has left there."""
-    own = tuple(f"rank-{rank:05d}." for rank in ranks)
-    for path in folder.iterdir():
-        if path.name.removeprefix(".").startswith(own):
-            files.remove(path)
 
 
 def _tell(path: Path, told: Offer | Written) -> None:
