@@ -34,13 +34,28 @@ def test_waiting_for_the_disk_is_no_hang_and_training_that_stands_still_is(about
     assert says in problem
 
 
+@pytest.mark.parametrize(
+    ("about", "limit"),
+    [({}, "launch.startup_timeout=10"), ({"made_a_step": True, "phase": "training"}, "launch.step_timeout=10")],
+)
+def test_time_in_which_the_agent_stood_still_itself_is_no_hang(
+    about: dict[str, Any], limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began)
+    deadlines, silent = Deadlines(load_config(TINY, [limit])), rank(**about)
+    for seconds, hangs in ((1, False), (301, False), (305, False), (309, False), (312, True)):
+        monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: began + seconds)
+        assert bool(deadlines.problem(silent, paused=False)) == hangs, seconds
+
+
 @pytest.mark.parametrize(("longest", "limit"), [(0.1, 120), (40.0, 200)])
 def test_a_minute_without_a_step_is_no_hang_unless_that_is_said(
     longest: float, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deadlines, began = Deadlines(load_config(TINY)), time.monotonic()
     training = rank(made_a_step=True, phase="training", step=3, longest_step=longest, last_news=began)
-    for seconds in (61, limit - 1):
+    for seconds in range(limit):
         monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: began + seconds)
         assert deadlines.problem(training, paused=False) == ""
     monkeypatch.setattr(time, "monotonic", lambda: began + limit + 1)

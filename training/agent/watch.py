@@ -8,6 +8,8 @@ from perdure.training.config import RunConfig
 AUTOMATIC_FACTOR = 5.0
 AUTOMATIC_LEAST_SECS = 120.0
 """facts/operations.md: a hang is no progress for 5 x the longest step seen. A minute in one step, the GIL held, is none."""
+_BLIND_SECS = 5.0
+"""From one look to the next the agent itself stood still: a file system did not answer, say. What it did not see is no hang."""
 
 
 class Deadlines:
@@ -20,9 +22,10 @@ class Deadlines:
     def problem(self, ranks: Ranks, paused: bool) -> str:
         """What hangs, in words; empty while all is well. Time spent waiting for a lease, a slot or the disk does not count."""
         now = time.monotonic()
-        if paused:
-            self._started += now - self._looked
-        self._looked = now
+        since, self._looked = now - self._looked, now
+        if paused or since > _BLIND_SECS:
+            self._started += since
+            self._waited_until = max(self._waited_until, ranks.last_news) + since
         launch = self._config.launch
         if not ranks.made_a_step and ranks.phase != "leaving":
             late = now - self._started > launch.startup_timeout
