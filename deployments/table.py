@@ -19,7 +19,6 @@ PREFECT_YAML = Path(__file__).with_name("prefect.yaml")
 DEFAULT_POOL = "perdure"
 _CONFIG_PARAMETERS = ("config", "run", "target")
 """What a flow may call the parameter that names the run.toml."""
-_OPTIONAL = ("schedules",)
 
 
 class TableDamaged(PerdureError):

@@ -97,10 +97,6 @@ class RunConfig(_Document, frozen=True, kw_only=True):
     def save_every(self) -> int:
         return self.checkpoint.every or self.run.chunk
 
-    def is_save_step(self, step: int) -> bool:
-        """A checkpoint is due after this step."""
-        return step > 0 and (step % self.save_every == 0 or step % self.run.chunk == 0 or step >= self.run.steps)
-
     def is_full_step(self, step: int) -> bool:
         """The checkpoint after this step is a full one; the last of a run always is."""
         every = self.checkpoint.full_every

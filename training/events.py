@@ -10,15 +10,13 @@ from perdure.training import files
 from perdure.training.redact import redact
 from perdure.training.run_dir import RunDir
 
-MAX_LINE = 64 * 1024
-
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
     kind: str
     """Past tense: run_created, launch_started, checkpoint_committed, verified, quarantined, pushed, push_failed, pruned,
     copy_pruned, archived, archive_failed, rolled_up, repaired, scrubbed, restarted, reported, drilled, chunk_finished, failed,
-    recovered, stopped, completed, slow_rank, notice."""
+    recovered, stopped, completed, waiting_for_slot, waiting_for_lease, save_failed, disk_full, slow_rank, notice."""
     time: float
     """Unix seconds."""
     data: dict[str, Any] = field(default_factory=dict)  # Any: JSON values

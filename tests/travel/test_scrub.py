@@ -17,7 +17,6 @@ from perdure.training.errors import ConfigError, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir, rank_index, rank_pack
 from perdure.training.storage.folder import FolderStore
 from perdure.training.storage.store import ObjectStore
-from perdure.training.travel import scrub_plan as module
 from perdure.training.travel.copies import Local, Stored, check
 from perdure.training.travel.push import push
 from perdure.training.travel.scrub import Done, scrub
@@ -339,4 +338,3 @@ def test_over_days_everything_is_read_in_turn(made: Any, folder_store: FolderSto
         scrub(made.dir, at(folder_store), copies, chosen)
         seen += [(one.name.step, one.place) for one in chosen]
     assert seen == [(step, place) for step in (200, 300, 100) for place in ("store", "local")]
-    assert module.DEFAULT_BUDGET == "15%"

@@ -17,8 +17,6 @@ from perdure.training.travel.contents import WIDTH, committed_among, read_remote
 from perdure.training.travel.copies import Stored, read_manifest
 from perdure.training.travel.fence import check_same_run, remote_run_info
 
-DEFAULT_BUDGET = "15%"
-"""Once a day, everything is read within a week."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 Key = tuple[str, CheckpointName]
 """Place and name of a copy."""
