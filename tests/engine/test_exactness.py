@@ -174,6 +174,35 @@ def test_gradient_accumulation_goes_on_bit_for_bit(harness: Any) -> None:
     assert sorted(flat(whole.returned[:4])) == list(range(64))
 
 
+def test_of_30_epochs_cut_at_20_the_other_ten_follow_whatever_the_accumulation(harness: Any) -> None:
+    """D3: 4 steps an epoch, of 4 micro batches each."""
+
+    def build() -> Any:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = ResumableLoader(range(64), batch_size=4, seed=3)  # type: ignore[arg-type]
+        batches = loader.forever()
+
+        def step(_: int) -> tuple[int, list[int]]:
+            epoch, seen = loader.epoch + loader.epoch_done, []
+            for _ in range(4):
+                indices = next(batches)
+                seen += indices.tolist()
+                (model(indices.float().mean().view(1)) / 400).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return epoch, seen
+
+        return harness.Training({"model": model, "optimizer": optimizer, "loader": loader}, step)
+
+    whole, resumed = harness.run(build, 120), harness.run(build, 120, (80,))
+    assert resumed.returned == whole.returned
+    assert [epoch for epoch, _ in resumed.returned[80:]] == [epoch for epoch in range(20, 30) for _ in range(4)]
+    for epoch in range(30):
+        assert sorted(flat(seen for of, seen in resumed.returned if of == epoch)) == list(range(64))
+    assert (resumed.last.tracked["loader"].epoch, resumed.last.tracked["loader"].epoch_done) == (29, True)
+
+
 def test_batch_norm_and_channels_last_convolutions_go_on_bit_for_bit(harness: Any) -> None:
     def build() -> Any:
         model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))

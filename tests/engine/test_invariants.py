@@ -1,7 +1,5 @@
-"""What is refused around a step: unfinished windows, unsaved state, numbers nobody should keep, loaded state that changed."""
+"""What is refused around a step: unfinished windows, numbers nobody should keep, loaded state that changed."""
 
-import copy
-import logging
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from torch import nn
 
 from perdure.training.engine.environment import code_state, differences, environment, require_same
-from perdure.training.engine.invariants import StepWatch, check_after_load, check_finite, check_registered, data_position
+from perdure.training.engine.invariants import StepWatch, check_after_load, check_finite, data_position
 from perdure.training.engine.invariants import tensor_digest as digest
 from perdure.training.engine.state import collect
 from perdure.training.errors import CheckpointDamaged, ConfigError, NonFinite, PerdureError
@@ -92,97 +90,6 @@ def test_a_closed_watch_counts_no_more() -> None:
     backward(tracked)
     tracked["optimizer"].step()
     assert watch.made == {"optimizer": 0}
-
-
-def test_a_scheduler_that_nobody_saves_is_refused() -> None:
-    tracked = made()
-    scheduler = torch.optim.lr_scheduler.LambdaLR(tracked["optimizer"], lambda step: 1.0)
-    with pytest.raises(ConfigError, match="a LambdaLR is in use, but not tracked"):
-        check_registered(tracked)
-    check_registered({**tracked, "scheduler": scheduler})
-
-
-def test_a_scheduler_that_another_tracked_object_only_knows_is_refused() -> None:
-    tracked = made()
-    wrapper = Wrapper(tracked["optimizer"])
-    wrapper.scheduler = torch.optim.lr_scheduler.LambdaLR(tracked["optimizer"], lambda step: 1.0)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="a LambdaLR is in use, but not tracked"):
-        check_registered({**tracked, "wrapper": wrapper})
-
-
-def test_a_dropped_scheduler_is_not_missed() -> None:
-    tracked = made()
-    torch.optim.lr_scheduler.LambdaLR(tracked["optimizer"], lambda step: 1.0)
-    check_registered(tracked)
-
-
-def test_schedulers_inside_a_tracked_one_are_saved_with_it() -> None:
-    tracked = made()
-    parts = [torch.optim.lr_scheduler.ConstantLR(tracked["optimizer"], 0.5, 2) for _ in range(2)]
-    check_registered({**tracked, "scheduler": torch.optim.lr_scheduler.ChainedScheduler(parts)})  # type: ignore[arg-type]
-
-
-def test_a_scaler_that_nobody_saves_is_refused() -> None:
-    tracked, scaler = made(), torch.amp.GradScaler("cpu")
-    check_registered(tracked)  # not used yet
-    scaler.scale(tracked["model"](torch.ones(4)).sum()).backward()
-    with pytest.raises(ConfigError, match="a GradScaler is in use, but not tracked"):
-        check_registered(tracked)
-
-
-class Wrapper:
-    """A user's object around an optimizer, which saves it."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.inner = [optimizer]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner[0].state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner[0].load_state_dict(state)
-
-
-@pytest.mark.parametrize("others", [False, True])
-def test_an_optimizer_of_a_tracked_model_that_nobody_saves_is_refused(others: bool) -> None:
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
-    tracked = {**(made() if others else {}), "second": model}
-    with pytest.raises(ConfigError, match="a AdamW is in use, but not tracked"):
-        check_registered(tracked)
-    check_registered({**tracked, "wrapper": Wrapper(optimizer)})
-
-
-def test_a_scheduler_whose_optimizer_is_not_tracked_either_is_refused() -> None:
-    model = nn.Linear(4, 2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(model.parameters(), lr=0.1), lambda step: 1.0)
-    with pytest.raises(ConfigError, match="a LambdaLR is in use, but not tracked"):
-        check_registered({"model": model})
-    assert scheduler.last_epoch == 0
-
-
-def test_parameters_that_nobody_saves_are_refused() -> None:
-    tracked, stray = made(), nn.Parameter(torch.ones(2))
-    tracked["optimizer"].add_param_group({"params": [stray]})
-    with pytest.raises(ConfigError, match="parameter 0 of group 1 of optimizer 'optimizer' belongs to nothing that is tracked"):
-        check_registered(tracked)
-
-
-def test_a_copy_of_a_model_that_nobody_saves_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    tracked = made()
-    with caplog.at_level(logging.WARNING):
-        check_registered(tracked)
-    before = len(caplog.records)
-    average = copy.deepcopy(tracked["model"])
-    with caplog.at_level(logging.WARNING):
-        check_registered(tracked)
-        assert len(caplog.records) > before
-        told = len(caplog.records)
-        check_registered({**tracked, "average": average})
-        assert len(caplog.records) - told == before
-    assert "a Linear looks like a copy" in caplog.text
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from perdure.training.engine.compare import changed_settings
 from perdure.training.errors import ConfigError
 
 Make = Callable[[torch.optim.Optimizer], Any]
@@ -82,6 +83,12 @@ def test_another_horizon_is_refused_naming_both(harness: Any) -> None:
         harness.run(switching(harness, cosine(10), cosine(20)), 5, (4,))
 
 
+def test_a_setting_of_equal_value_and_another_type_of_number_is_no_change(harness: Any) -> None:
+    resumed = harness.run(switching(harness, cosine(10), cosine(10.0), lr=(1.0, 1)), 5, (4,))  # type: ignore[arg-type]
+    assert resumed.returned == harness.run(trained(harness, cosine(10)), 5).returned
+    assert changed_settings({"a": [1]}, {"a": [True]}) == ["a[0] was 1 when the checkpoint's run began, is True now"]
+
+
 @pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, torch.optim.AdamW])
 def test_another_horizon_on_request_is_entered_at_the_stored_position(harness: Any, optimizer_of: Any) -> None:
     build = switching(harness, cosine(10), cosine(20), optimizer_of=optimizer_of)
@@ -104,6 +111,32 @@ def test_other_milestones_are_refused_or_entered_on_request(harness: Any) -> Non
         harness.run(switching(harness, at(6, 8), at(5, 9)), 5, (4,))
     resumed = harness.run(switching(harness, at(6, 8), at(5, 9)), 10, (4,), replan=True)
     assert resumed.returned[4:] == harness.run(trained(harness, at(5, 9)), 10).returned[4:]
+
+
+def linear(steps: int) -> Make:
+    return lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+
+
+def warmed(steps: int) -> Make:
+    """Its first part is over at the cut, its second under way."""
+
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 2), linear(steps)(optimizer)]
+        return lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"), [(linear, r"a rate of 0.8 at position 4, gave 0.6"), (warmed, r"a rate of 0.9 at position 2, gave 0.8")]
+)
+def test_an_edited_function_of_a_schedule_is_refused_or_entered_on_request(harness: Any, plan: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"scheduler 'scheduler': its function gives {says}"):
+        harness.run(switching(harness, plan(10), plan(20)), 5, (4,))
+    resumed = harness.run(switching(harness, plan(10), plan(20)), 8, (4,), replan=True)
+    assert resumed.returned[4:] == harness.run(trained(harness, plan(20)), 8).returned[4:]
+    unchanged = harness.run(trained(harness, plan(10)), 8, (1, 2, 3))
+    assert unchanged.returned == harness.run(trained(harness, plan(10)), 8).returned
 
 
 def test_a_replanned_run_is_resumed_again_without_asking(harness: Any) -> None:

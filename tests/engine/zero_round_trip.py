@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "crash" / "zero"))
 import train as tiny
 
 from perdure.training.checkpoint.plain import pack_plain, unpack_plain
-from perdure.training.engine.invariants import StepWatch, check_registered
+from perdure.training.engine.invariants import StepWatch
 from perdure.training.engine.leaves import LoadedLeaf
 from perdure.training.engine.restore import restore
 from perdure.training.engine.state import check_trackable, collect, unwrapped
+from perdure.training.engine.unsaved import check_registered
 from perdure.training.engine.zero import check_not_twice
 from perdure.training.errors import ConfigError, PerdureError
 

@@ -1,9 +1,12 @@
 """What differs between a checkpoint's state and what the user's code built, before anything is loaded: one sentence each."""
 
+import math
 from collections.abc import Iterable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from perdure.training.engine.leaves import dtype_name
 from perdure.training.engine.state import Tracked, built_settings, group_names, kind_of, type_name
@@ -42,10 +45,7 @@ def _compare_one(name: str, obj: Any, plain: Plain, names: Mapping[int, str]) ->
     if kind not in ("optimizer", "scheduler"):
         return [], []
     problems, changes = [], []
-    if type_name(obj) != plain["type"]:
-        changes.append(f"{kind} {name!r}: it is a {type_name(obj)} now, a {plain['type']} in the checkpoint")
-    else:
-        changes += [f"{kind} {name!r}: {change}" for change in changed_settings(plain["built"], built_settings(obj))]
+    changes += [f"{kind} {name!r}: {change}" for change in changed_plan(plain, obj)]
     if isinstance(obj, torch.optim.Optimizer):
         problems = [*changes] if type_name(obj) != plain["type"] else []
         problems += [f"optimizer {name!r}: {problem}" for problem in _optimizer(obj, plain, names)]
@@ -118,6 +118,32 @@ def _optimizer(optimizer: torch.optim.Optimizer, plain: Plain, names: Mapping[in
     return problems
 
 
+def changed_plan(plain: Plain, obj: Any) -> list[str]:  # Any: an optimizer or scheduler
+    """What of its type, its settings and its functions is no longer what the checkpoint's run began with."""
+    if type_name(obj) != plain["type"]:
+        return [f"it is a {type_name(obj)} now, a {plain['type']} in the checkpoint"]
+    return [*changed_settings(plain["built"], built_settings(obj)), *_edited_functions(obj, plain["state"])]
+
+
+def _edited_functions(scheduler: Any, state: Any) -> list[str]:  # Any: an optimizer or scheduler, and its plain state
+    """A LambdaLR's functions are code, which no state holds: asked for the rates at the stored position, they must agree."""
+    if type(scheduler) is not LambdaLR:
+        inner = getattr(scheduler, "_schedulers", ())
+        pairs = zip(inner, state["_schedulers"], strict=False) if inner else ()
+        return [change for one, its in pairs for change in _edited_functions(one, its)]
+    at, found = state["last_epoch"], []
+    for function, base, was in zip(scheduler.lr_lambdas, state["base_lrs"], state["_last_lr"], strict=False):
+        if type(function) is FunctionType and at >= 0 and _is_number(base) and _is_number(was):  # below 0: not begun yet
+            now = base * function(at)
+            if not math.isclose(now, was, rel_tol=1e-9):
+                found.append(f"its function gives a rate of {now!r} at position {at}, gave {was!r} before the checkpoint")
+    return found
+
+
+def _is_number(value: Any) -> bool:  # Any: a plain value
+    return type(value) in (int, float)
+
+
 def changed_settings(old: Any, new: Any, path: str = "") -> list[str]:  # Any: plain settings of any shape
     """Settings present in both that differ: what only one version of torch knows is no change of plan."""
     counts = isinstance(old, Mapping) and isinstance(new, Mapping) and all(key.isdigit() for key in {*old, *new})
@@ -131,7 +157,8 @@ def changed_settings(old: Any, new: Any, path: str = "") -> list[str]:  # Any: p
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = enumerate(zip(old, new, strict=True))
         return [change for index, (was, now) in pairs for change in changed_settings(was, now, f"{path}[{index}]")]
-    same = (type(old) is type(new) and old == new) or old is None or new is None
+    alike = type(old) is type(new) or {type(old), type(new)} == {int, float}  # 10 is 10.0, but 1 is not True
+    same = (alike and old == new) or old is None or new is None
     return [] if same else [f"{path} was {old!r} when the checkpoint's run began, is {new!r} now"]
 
 

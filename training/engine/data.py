@@ -293,6 +293,8 @@ class ResumableLoader:
         )
         # a generator of its own: making an iterator must not draw from torch's, or a resume within an epoch would differ
         options.setdefault("generator", torch.Generator().manual_seed(0))
+        self.iteration = object()
+        """Another one in each iteration."""
         self._loader: DataLoader[Any] = DataLoader(
             _Numbered(dataset, self.sampler.length, seed), batch_size=batch_size, sampler=_Numbers(self.sampler),
             num_workers=num_workers, collate_fn=collate_fn, **options,
@@ -314,6 +316,7 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.sampler.exhausted = False  # by an iteration that was left early, with its last batches prefetched but not consumed
+        self.iteration = object()
         for batch in self._loader:
             self.sampler.consumed()  # before the batch is handed out: a cut in the loop body has it behind itself
             yield batch

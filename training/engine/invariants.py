@@ -3,27 +3,22 @@
 `StepWatch` knows, without asking a device, whether a session step was a whole optimizer step."""
 
 import contextlib
-import gc
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import blake3
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from perdure.training.checkpoint.ordered import in_order
 from perdure.training.checkpoint.pack import BLOB_BYTES
 from perdure.training.checkpoint.pieces import is_piece
 from perdure.training.engine.compare import listed
 from perdure.training.engine.shards import local
-from perdure.training.engine.state import Tracked, collect, kind_of, parameter_names
+from perdure.training.engine.state import Tracked, collect, kind_of
+from perdure.training.engine.unsaved import ForgottenData, alive, check_registered
 from perdure.training.engine.zero import ZeroEngine
 from perdure.training.errors import CheckpointDamaged, ConfigError, NonFinite
 
-logger = logging.getLogger(__name__)
-
-_STATEFUL = (LRScheduler, torch.amp.GradScaler, torch.optim.Optimizer)
 _ONE_STEP = "one session step is one optimizer step: loop over the micro batches of gradient accumulation inside it"
 _STRICT = ("engine", "module", "optimizer", "scheduler", "scaler")
 
@@ -103,6 +98,9 @@ class StepWatch:
         """Gradients were accumulated after the optimizer's last step."""
         self._versions = self._scaler_versions()
         self._looked = False
+        self._scaling: set[int] = set()
+        """Ids of scalers, tracked or not, that made the first step of a tracked optimizer."""
+        self._data = ForgottenData(tracked)
         self._handles = [handle for name in self._optimizers for handle in self._hook(name)]
         self._handles += [engine.watch() for engine in self._engines.values()]
 
@@ -114,8 +112,12 @@ class StepWatch:
     def _hook(self, name: str) -> Iterator[Any]:  # Any: removable handles of two kinds
         # torch holds hooks where Python's collector does not look: they must not hold the watch and with it everything tracked
         optimizer, made, in_step, unused = self._optimizers[name], self.made, self._in_step, self._unused
+        scaled, scaling = bool(self._scalers), self._scaling
 
-        def stepped(*_: object) -> None:
+        def stepped(stepping: torch.optim.Optimizer, *_: object) -> None:
+            if scaled and not made[name]:  # until its update() a scaler knows whose gradients it has scaled back
+                found = alive(torch.amp.GradScaler)
+                scaling.update(id(one) for one in found if id(stepping) in getattr(one, "_per_optimizer_states", ()))
             made[name] += 1
             in_step[name] += 1
             unused[name] = False
@@ -136,9 +138,11 @@ class StepWatch:
 
     def finished_step(self, step: int) -> None:
         """After each session step. Raises ConfigError where it ended inside a gradient accumulation window."""
-        if not self._looked:
+        if not self._looked or self._scaling:
             self._looked = True
-            check_registered(self._tracked)
+            check_registered(self._tracked, self._scaling)
+            self._scaling.clear()
+        self._data.finished_step()
         versions = self._scaler_versions()
         updated, self._versions = versions != self._versions, versions
         if self._optimizers and not any(self._in_step.values()):
@@ -176,92 +180,6 @@ class StepWatch:
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     return any(gradient is not None and bool(local(gradient).count_nonzero()) for gradient in gradients)
-
-
-def check_registered(tracked: Tracked) -> None:
-    """Raises ConfigError for state that lives beside what is tracked and that nobody would save."""
-    problems = [*_unsaved_parameters(tracked)]
-    optimizers = [obj for obj in tracked.values() if isinstance(obj, torch.optim.Optimizer)]
-    known = {id(inner) for obj in tracked.values() for inner in (obj, *_nested(obj))}
-    held = [inner for obj in tracked.values() for inner in _held(obj)]
-    known |= {id(one) for one in held if not (isinstance(one, LRScheduler) and any(one.optimizer is obj for obj in optimizers))}
-    for engine in (obj for obj in tracked.values() if isinstance(obj, ZeroEngine)):
-        optimizers += engine.optimizers
-        known |= {id(obj) for obj in (*engine.optimizers, engine.engine.lr_scheduler)}
-    ours = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
-    ours |= {id(one) for obj in tracked.values() if isinstance(obj, torch.nn.Module) for one in obj.parameters()}
-    scaled = any(isinstance(obj, torch.amp.GradScaler) for obj in tracked.values())
-    if any(id(obj) not in known and _is_stray(obj, ours, scaled) for obj in _alive(*_STATEFUL)):
-        gc.collect()  # what was built and dropped may still lie around in a cycle
-        strays = [obj for obj in _alive(*_STATEFUL) if id(obj) not in known and _is_stray(obj, ours, scaled)]
-        problems += [f"a {type(obj).__qualname__} is in use, but not tracked" for obj in strays]
-    if problems:
-        raise ConfigError("not everything would be saved: " + "; ".join(problems), "pass it to session.track(name=...)")
-    for copy in sorted(set(_untracked_copies(tracked))):
-        logger.warning("a %s looks like a copy of a tracked module but is not tracked: it will not be saved", copy)
-
-
-def _alive(*kinds: type) -> list[Any]:  # Any: objects of these kinds
-    """Every living object of these kinds; by type, since isinstance() runs code of foreign objects."""
-    wanted: dict[type, bool] = {}
-    found = []
-    for obj in gc.get_objects():
-        kind = type(obj)
-        if kind not in wanted:
-            wanted[kind] = issubclass(kind, kinds)
-        if wanted[kind]:
-            found.append(obj)
-    return found
-
-
-def _is_stray(obj: Any, ours: set[int], scaled: bool) -> bool:  # Any: as in _alive; ours: ids of parameters
-    if isinstance(obj, LRScheduler):
-        return _steps_one_of(getattr(obj, "optimizer", None), ours)
-    if isinstance(obj, torch.amp.GradScaler):
-        return not scaled and obj.is_enabled() and getattr(obj, "_scale", None) is not None
-    return bool(obj.state) and _steps_one_of(obj, ours)
-
-
-def _steps_one_of(optimizer: Any, ours: set[int]) -> bool:  # Any: an optimizer, or None
-    return any(id(parameter) in ours for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
-
-
-def _held(obj: Any) -> Iterator[Any]:  # Any: what a tracked object of the user's, or an optimizer around another, has in itself
-    if kind_of(obj) in ("object", "optimizer"):
-        for value in getattr(obj, "__dict__", {}).values():
-            yield from value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
-
-
-def _nested(obj: Any) -> Iterator[Any]:  # Any: schedulers inside schedulers
-    for inner in getattr(obj, "_schedulers", ()) if isinstance(obj, LRScheduler) or hasattr(obj, "_schedulers") else ():
-        yield inner
-        yield from _nested(inner)
-
-
-def _unsaved_parameters(tracked: Tracked) -> Iterator[str]:
-    names = parameter_names(tracked)
-    optimizers = [(name, obj) for name, obj in tracked.items() if isinstance(obj, torch.optim.Optimizer)]
-    if all(id(parameter) in names for _, obj in optimizers for group in obj.param_groups for parameter in group["params"]):
-        return
-    saved = {leaf.value.data_ptr() for leaf in collect(tracked) if isinstance(leaf.value, torch.Tensor)}
-    for name, obj in optimizers:
-        for number, group in enumerate(obj.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if id(parameter) not in names and parameter.numel() and local(parameter).data_ptr() not in saved:
-                    yield f"parameter {index} of group {number} of optimizer {name!r} belongs to nothing that is tracked"
-
-
-def _untracked_copies(tracked: Tracked) -> Iterator[str]:
-    modules = [obj for obj in tracked.values() if isinstance(obj, torch.nn.Module)]
-    known = {id(inner) for module in modules for inner in module.modules()}
-    ours = {id(parameter) for module in modules for parameter in module.parameters()}
-    shapes = [[tuple(parameter.shape) for parameter in module.parameters()] for module in modules]
-    for obj in _alive(torch.nn.Module):
-        if id(obj) not in known:
-            parameters = list(obj.parameters())
-            own = [tuple(parameter.shape) for parameter in parameters]
-            if own and own in shapes and not any(id(parameter) in ours for parameter in parameters):
-                yield type(obj).__qualname__
 
 
 def data_position(tracked: Tracked) -> dict[str, Any]:  # Any: plain JSON values

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from perdure.training.engine.compare import changed_settings
+from perdure.training.engine.compare import changed_plan, changed_settings
 from perdure.training.engine.state import Tracked, built_settings, group_options
 
 _SCHEDULED = frozenset({"lr", "initial_lr"})
@@ -50,7 +50,7 @@ def plan(tracked: Tracked, stored: Stored) -> Planned:
             changed = [
                 _changed_keys(was, now) for was, now in zip(stored[name]["built"], built_settings(optimizer), strict=True)
             ]
-            replayed = any(_is_changed(stored[key], obj) for key, obj in schedulers.items())
+            replayed = any(changed_plan(stored[key], obj) for key, obj in schedulers.items())
             if replayed:
                 changed = [
                     keys | _scheduled(schedulers.values(), group)
@@ -68,12 +68,6 @@ def plan(tracked: Tracked, stored: Stored) -> Planned:
 
 def _steers(obj: Any, optimizer: torch.optim.Optimizer) -> bool:  # Any: a tracked object
     return isinstance(obj, LRScheduler) and not isinstance(obj, ReduceLROnPlateau) and obj.optimizer is optimizer
-
-
-def _is_changed(plain: Mapping[str, Any], obj: LRScheduler) -> bool:
-    return plain["type"] != f"{type(obj).__module__}.{type(obj).__qualname__}" or bool(
-        changed_settings(plain["built"], built_settings(obj))
-    )
 
 
 def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
