@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from harness import Direct, Run, copy_tiny
+from prefect_worker import states
 from storage.proxy import Reply, Seen, proxy_to
 
 from perdure.training.checkpoint import facts
@@ -55,6 +56,7 @@ def test_errors_of_the_store_and_of_the_api_during_a_whole_run_lose_nothing(
     assert all(facts.is_in(run.dir, name, "store") for name in run.committed())
     assert len(list(run.dir.launches.glob("????.json"))) == 1, "the launch was not disturbed"
     assert run.kinds().count("completed") == 1
+    assert states(run) == ["COMPLETED"]
     assert "failed" not in run.kinds()
 
 

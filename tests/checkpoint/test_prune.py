@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,14 @@ from snapshots import small_source, write
 from upkeep_runs import keep, launch, left, name, needed, prune_all, save, used
 
 from perdure.training import events, files
-from perdure.training.checkpoint import facts, prune
+from perdure.training.checkpoint import catalog, facts, prune
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.hold import hold
 from perdure.training.checkpoint.lineage import committed
 from perdure.training.checkpoint.prune import Done
 from perdure.training.checkpoint.upkeep import try_upkeep, upkeep
 from perdure.training.checkpoint.verify import check, verify_folder
-from perdure.training.errors import RunBusy
+from perdure.training.errors import CheckpointNotFound, RunBusy
 from perdure.training.run_dir import RunDir
 
 Order = Callable[..., int]
@@ -161,6 +163,32 @@ def test_what_a_killed_prune_left_is_swept_even_while_the_run_trains(four: RunDi
     prune_all(four, 1, idle=False)
     assert not half.exists()
     assert used(four) == needed(four)
+
+
+def test_whoever_looks_for_the_newest_while_it_is_replaced_finds_one_and_never_an_older_one(four: RunDir) -> None:
+    """Case P4: no pointer is to be kept true, manifests are all that is looked at."""
+    seen: list[int] = []
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.is_set() or len(seen) < 100:
+            newest = catalog.candidates(four)[0]
+            try:
+                assert catalog.manifest_of(four, newest).step == newest.step
+            except CheckpointNotFound:
+                assert catalog.candidates(four)[0] > newest, "pruned meanwhile, for a newer one is there"
+            seen.append(newest.step)
+
+    with ThreadPoolExecutor() as pool:
+        looking = pool.submit(look)
+        for step in range(50, 200, 10):
+            save(four, step)
+            prune_all(four, 1, idle=False)
+        ended.set()
+        looking.result(60)
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 5, "while it was replaced"
+    assert seen[-1] == 190
 
 
 # leftovers

@@ -1,10 +1,16 @@
 """`prune` shows what goes and why, then deletes exactly that; and says so when there is nothing to do."""
 
+import shutil
 import time
 from collections.abc import Callable
 from typing import Any
 
+from storage.proxy import proxy_to
+
+from perdure.training import files
 from perdure.training.checkpoint.facts import Fact, write_fact
+from perdure.training.checkpoint.run_info import create_run_info
+from perdure.training.config import load_config
 from perdure.training.run_dir import CheckpointName
 
 Command = Callable[..., Any]
@@ -137,3 +143,35 @@ def test_a_place_is_shown_pruned_and_said_by_its_own_retention(made: Any, comman
         assert (answer.code, said in answer.err) == (2, True)
     answer = command("prune", made.toml, "--tier", "nowhere")
     assert (answer.code, "it has: store" in answer.err) == (2, True)
+
+
+def test_a_place_is_left_alone_by_a_run_directory_that_is_lost(made: Any, command: Command, s3_keys: Any) -> None:
+    """Case M9: what is not here is no reason to delete it there."""
+    bucket = s3_keys.make_bucket()
+
+    def there() -> dict[str, str]:
+        return {item["Key"]: item["ETag"] for item in s3_keys.client().list_objects_v2(Bucket=bucket)["Contents"]}
+
+    def another_run() -> None:
+        create_run_info(made.run, load_config(made.toml))
+        made.launch(1)
+        made.write(20)
+
+    with proxy_to(s3_keys.endpoint) as proxy:
+        settings = {"url": f"s3://{bucket}/run", "endpoint_url": proxy.endpoint, "region": "us-east-1"}
+        toml = [made.toml, *(part for key, value in settings.items() for part in ("--set", f"store.{key}='{value}'"))]
+        assert command("push", *toml).code == 0
+        before = there()
+        assert len([key for key in before if key.endswith("manifest.json")]) == 2
+        proxy.log.clear()
+        shutil.rmtree(made.run.root)
+        prune = ["prune", *toml, "--tier", "store", "--set", "store.retention.keep_last=1"]
+        for code, words in ((4, prune), (4, ["push", *toml])):
+            assert command(*words).code == code, "missing"
+        files.make_dirs(made.run.root)
+        assert command(*prune).code == 4, "empty"
+        another_run()
+        for words in (prune, ["push", *toml]):
+            assert command(*words).code == 6, "another run's"
+        assert "delete" not in proxy.operations()
+    assert there() == before

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import copy_database
 from harness import Direct, Run, copy_tiny, kill, wait_until
+from prefect import get_client
+from prefect.client.schemas.filters import LogFilter
 
 from perdure.deployments import server
 from perdure.training.checkpoint.run_info import read_run_info
@@ -134,6 +136,9 @@ def test_bug_in_user_code_stops_at_once_and_names_it_however_much_it_says(tmp_pa
     assert run.kinds().count("failed") == 1
     assert "a bug in the training code (made up by the test)" in run.log()
     assert len(run.log()) < 100_000, "and neither Prefect nor the terminal gets all of it"
+    assert "xxx [...]; " in run.log()
+    assert [text[-40:] for text in told_to_prefect(run) if "xxx [...]; " in text]
+    assert max(map(len, told_to_prefect(run))) < 10_000
     whole = (run.dir.root / "logs" / "launch-0001" / "rank-00000.log").read_text()
     assert "19999\n" in whole
     assert "x" * 2_000_000 in whole
@@ -156,6 +161,12 @@ def test_store_that_refuses_at_the_end_is_named_and_another_one_gets_all(run: Ru
     assert run.digest() == reference
     assert {path.parent.name for path in run.toml.parent.glob("elsewhere/*/*/manifest.json")} == set(map(str, before))
     assert read_run_info(run.dir).store_url == (run.toml.parent / "elsewhere").as_uri()
+
+
+def told_to_prefect(run: Run) -> list[str]:
+    with get_client(sync_client=True) as client:
+        [one] = [one for one in client.read_flow_runs() if one.parameters.get("config") == str(run.toml)]
+        return [log.message for log in client.read_logs(LogFilter(flow_run_id={"any_": [one.id]}))]
 
 
 def test_prefect_server_stuck_and_then_killed_does_not_stop_training(tmp_path: Path, reference: str) -> None:

@@ -23,6 +23,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "tiny"
     run = Run(copy_tiny(folder), *SETTINGS)
     assert Direct(run).train_to_end().reason == "complete"
+    (folder / "digest").write_text(run.digest())
     shutil.rmtree(run.dir.checkpoint(CheckpointName(20, 1)))
     return folder
 
@@ -119,6 +120,7 @@ def test_moved_run_directory_resumes(run: Run, tmp_path: Path) -> None:
     run.toml.parent.rename(moved)
     again = Run(moved / "run.toml", *SETTINGS)
     assert Direct(again).train_to_end().reason == "complete"
+    assert again.digest() == (moved / "digest").read_text()
     for path in again.dir.checkpoints.rglob("*.json"):
         assert str(tmp_path) not in path.read_text(), path
 
@@ -130,5 +132,6 @@ def test_odd_paths_cut_and_resume(trained: Path, tmp_path: Path, other_disk: Pat
     shutil.copytree(trained, folder)
     again = Run(folder / "run.toml", "run.steps=20", "store.url='store here'", f"launch.env.TINY_work_in={other_disk}")
     assert Direct(again).train_to_end().reason == "complete"
+    assert again.digest() == (folder / "digest").read_text()
     assert [path for path in other_disk.rglob("*") if path.is_file()] == []
     assert [path.name for path in tmp_path.iterdir()] == [name.split("/")[0]]

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _OOM_SCORE = 500
 """Under memory pressure the kernel should take a rank, not the agent that holds its snapshot."""
-_DETAIL_CHARS = 4000
+_DETAIL_CHARS = 1900
+"""What travels of an error; all of it is in the rank's log."""
 _LOST = ("gloo/", "Connection closed by peer", "Gloo ")
 """What gloo's errors have in common: RuntimeErrors without a type of their own."""
 
@@ -111,7 +112,9 @@ def main() -> int:
             where = f"{error.filename}:{error.lineno}: {where}"
         if isinstance(error, SystemExit) and error.code in (0, None):
             where = "the entry function called sys.exit()"
-        link.say(failed=classify(error), detail=redact(where)[:_DETAIL_CHARS])
+        detail = redact(where)
+        cut = " [...]" if len(detail) > _DETAIL_CHARS else ""
+        link.say(failed=classify(error), detail=detail[:_DETAIL_CHARS] + cut)
         return 1
     return 0
 
