@@ -110,16 +110,22 @@ def _created(view: View, data: _Data, at: float) -> None:
     view.total = _int(data, "steps", view.total)
 
 
-def _launched(view: View, data: _Data, at: float) -> Card | None:
+def _begin(view: View, data: _Data) -> None:
+    """What lies after the step it starts from is no part of the history any more."""
     view.state, view.launch, view.digest = "running", _int(data, "token", view.launch), ""
     view.step = _int(data, "step", view.step)
+    view.verified_step = view.verified_step if view.verified_step <= view.step else -1
+    view.replicated_step = view.replicated_step if view.replicated_step <= view.step else -1
+
+
+def _launched(view: View, data: _Data, at: float) -> Card | None:
+    _begin(view, data)
     start = data.get("resumed_from")
     return Card(title=f"Resumed: launch {view.launch} goes on from checkpoint {start}") if start else None
 
 
 def _recovered(view: View, data: _Data, at: float) -> Card:
-    view.state, view.launch, view.digest = "running", _int(data, "token", view.launch), ""
-    view.step = _int(data, "step", view.step)
+    _begin(view, data)
     return Card(title=f"Recovered: launch {view.launch} goes on from step {view.step}")
 
 
@@ -129,11 +135,15 @@ def _chunk(view: View, data: _Data, at: float) -> None:
 
 
 def _verified(view: View, data: _Data, at: float) -> None:
-    view.verified_step, view.verified_at = _int(data, "step", view.verified_step), at
+    """Several are under way at once, and end in any order: the newest is that of the largest step."""
+    if (step := _int(data, "step", -1)) >= view.verified_step:
+        view.verified_step, view.verified_at = step, at
 
 
 def _pushed(view: View, data: _Data, at: float) -> None:
-    view.replicated_step, view.replicated_at, view.push_problem = _int(data, "step", view.replicated_step), at, ""
+    view.push_problem = ""
+    if (step := _int(data, "step", -1)) >= view.replicated_step:
+        view.replicated_step, view.replicated_at = step, at
 
 
 def _push_failed(view: View, data: _Data, at: float) -> Card | None:
@@ -149,6 +159,7 @@ def _push_failed(view: View, data: _Data, at: float) -> Card | None:
 
 
 def _quarantined(view: View, data: _Data, at: float) -> Card:
+    view.verified_step = -1 if _int(data, "step", -1) == view.verified_step else view.verified_step
     following = str(data.get("next", "an older checkpoint that verifies is used instead"))
     facts = (("Damage", str(data.get("reason", "?"))), ("Next", following))
     return Card(title=f"Checkpoint {data.get('name', '?')} is damaged and quarantined", facts=facts, page=True)

@@ -14,9 +14,11 @@ import pytest
 from slack_server import CHANNEL, SlackServer, answering, dripping, problems_of, rate_limited, refused_port, silent, wait_until
 
 from perdure.tasks import slack as notifier
+from perdure.tasks.messages import View, fold
 from perdure.tasks.slack import BUDGET_SECS, deliver
 from perdure.training import events
 from perdure.training.config import NotifySection
+from perdure.training.events import Event
 from perdure.training.run_dir import RunDir
 
 CANARY = "xoxb-canary-0123456789-abcdefABCDEF"
@@ -116,6 +118,24 @@ def test_a_stop_is_told_once_also_where_a_hook_records_what_became_of_it(
     events.record(run, "failed", error_class="preemption", step=30, detail="termination signal", next="not restarting: why")
     deliver(run, settings, logger=logger)
     assert slack.replies[-1]["text"].startswith("Failed: preemption at step 30"), "nothing follows: that is news"
+
+
+def test_newest_good_checkpoint_is_that_of_the_largest_step_in_the_history() -> None:
+    view = View()
+
+    def newest(kind: str, **data: object) -> tuple[int, int]:
+        fold(view, Event(kind=kind, time=float(view.step), data=data))
+        return view.verified_step, view.replicated_step
+
+    for kind in ("verified", "pushed"):
+        for step in (30, 20):  # several at once, ending in any order
+            found = newest(kind, step=step)
+    assert found == (30, 30)
+    assert newest("quarantined", step=10) == (30, 30)
+    assert newest("quarantined", step=30) == (-1, 30)
+    assert newest("verified", step=20) == (20, 30)
+    assert newest("recovered", token=2, step=20) == (20, -1)
+    assert newest("pushed", step=25) == (20, 25)
 
 
 def test_completion_is_told_once_however_often_it_is_recorded(
