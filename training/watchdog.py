@@ -156,10 +156,11 @@ def budget_start(run: RunDir) -> int:
 
 
 def find_runs(place: Path) -> list[RunDir]:
-    """The run directory `place`, or all that lie in that folder, a few levels deep."""
+    """The run directory `place`, or all that lie in that folder, a few levels deep. A store or a tier has a run.json too, but
+    nothing ever happened there."""
     found, level = [], [place]
     for _ in range(_DEPTH):
-        found += [folder for folder in level if RunDir(folder).run_json.is_file()]
+        found += [folder for folder in level if RunDir(folder).run_json.is_file() and RunDir(folder).events.exists()]
         below = [folder for folder in level if not RunDir(folder).run_json.is_file()]
         level = sorted(child for folder in below for child in _folders(folder))
     return [RunDir(folder) for folder in found]

@@ -104,6 +104,9 @@ def test_a_stop_counts_until_somebody_launches_again_or_it_was_only_the_lost_dri
 
 def test_runs_are_found_some_folders_deep_and_not_inside_each_other(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / "a"), a_run(tmp_path / "more" / "runs" / "b")]
+    for run in runs:
+        events.record(run, "run_created", id="r")
+    a_run(tmp_path / "store")  # it has a run.json and launch records as well
     a_run(tmp_path / "a" / "checkpoints" / "copy")
     a_run(tmp_path / ".hidden" / "c")
     assert find_runs(tmp_path) == runs
