@@ -37,8 +37,12 @@ def of_tier(args: argparse.Namespace, target: Target) -> int:
     from perdure.training.travel.places import reading_order
 
     name = CheckpointName.parse(args.thaw)
-    if target.config is None or name is None or args.days < 1:
-        raise ConfigError("--thaw needs a run.toml, the name of a checkpoint (000000000200-0001), and at least one day")
+    if target.config is None:
+        raise ConfigError(f"--thaw: {target.run.root} does not say which tiers it has", "name its run.toml")
+    if name is None:
+        raise ConfigError(f"--thaw {args.thaw!r} is not the name of a checkpoint", "names look like 000000000200-0001")
+    if args.days < 1:
+        raise ConfigError(f"--days {args.days} is less than 1", "say for how many days it shall be readable")
     place = thaw.copy_of(reading_order(target.config), name)
     answer: Told = {"run_dir": str(target.run.root), "name": str(name), "place": place.word}
     if args.dry_run:

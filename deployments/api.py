@@ -33,7 +33,7 @@ def chosen() -> str:
     url = api_url_from_environment()
     if url.startswith("http://") and CLIENT_AUTH not in os.environ:  # the quick way: no second of imports
         if not is_ready(url, timeout=READY_SECS):
-            raise ServerFailed(f"PREFECT_API_URL is {url}, which does not answer at {url}/ready")
+            raise ServerFailed(f"PREFECT_API_URL is {url}, which does not answer at {url}/ready", _hint(url))
     elif url:
         with connected() as client:
             client.request("GET", "/admin/version")
@@ -70,12 +70,17 @@ def connected() -> Iterator["SyncPrefectClient"]:
             yield client
     except PrefectHTTPStatusError as error:
         status = error.response.status_code
-        hint = _AUTH_HINT if status in (401, 403) else ""
+        hint = _AUTH_HINT if status in (401, 403) else _hint(url)
         said = redact(error.response.text)[:300]
         raise ServerFailed(f"{url} answered {status} to {error.request.url.path}: {said}", hint) from None
     except httpx.HTTPError as error:
-        hint = _CA_HINT if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
+        hint = _CA_HINT if "CERTIFICATE_VERIFY_FAILED" in str(error) else _hint(url)
         raise ServerFailed(f"{url} does not answer: {error or type(error).__name__}", hint) from None
+
+
+def _hint(url: str) -> str:
+    """Most servers are at the /api that is easily left out; "" where that is not it."""
+    return "" if urlsplit(url).path.strip("/") else f"the API of a Prefect server mostly ends in /api: {url.rstrip('/')}/api"
 
 
 def _client() -> "SyncPrefectClient":

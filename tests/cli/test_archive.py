@@ -87,6 +87,7 @@ def test_a_frozen_checkpoint_is_asked_for_shown_waited_for_and_read(
         tiers = ["--set", "store.url=", *(part for key, text in url.items() for part in ("--set", f"tiers.cold.{key}={text}"))]
         assert command("archive", made.toml, *tiers).code == 0
         assert "cold (frozen), local" in command("ls", made.run.root).out
+        assert "--thaw 'newest' is not the name" in command("archive", made.toml, *tiers, "--thaw", "newest").err
         asked = command("archive", made.toml, *tiers, "--thaw", name)
         assert (asked.code, asked.out.partition(", asked")[0]) == (12, f"checkpoint {name} in cold is thawing")
         assert "cold (thawing, asked" in command("ls", made.run.root).out

@@ -227,12 +227,15 @@ def test_two_runs_of_one_name_are_refused(toml: Path, tmp_path: Path, deploy: Ca
     assert str(other) in answer["error"]
 
 
-def test_server_that_does_not_answer_is_exit_10_with_its_address(toml: Path) -> None:
-    environment = {**os.environ, "PREFECT_API_URL": "http://127.0.0.1:9/api"}
+@pytest.mark.parametrize(("url", "hint"), [("http://127.0.0.1:9/api", "a Prefect server"), ("http://127.0.0.1:9", ":9/api")])
+def test_server_that_does_not_answer_is_exit_10_with_its_address(toml: Path, url: str, hint: str) -> None:
+    environment = {**os.environ, "PREFECT_API_URL": url}
     command = [sys.executable, "-m", "perdure.cli", "deploy", str(toml)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
     assert done.returncode == 10
-    assert "http://127.0.0.1:9/api does not answer" in done.stderr
+    said, what_to_do = done.stderr.splitlines()
+    assert f"{url} does not answer" in said
+    assert hint in what_to_do
     assert "Traceback" not in done.stderr
 
 

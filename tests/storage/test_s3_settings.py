@@ -98,6 +98,13 @@ def test_credentials_that_cannot_be_got_are_one_sentence(
         config.write_text(f"[profile work]\ncredential_process = {command}\n")
         assert "no usable AWS credentials" in str(refusal()), command
         assert "credential_process" in refusal().hint
+    config.write_text("[profile work]\n")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AK")
+    monkeypatch.delenv("AWS_PROFILE")
+    assert "missing: AWS_SECRET_ACCESS_KEY" in str(refusal())
+    assert "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY" in refusal().hint
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     config.write_text("[profile home]\n")
     assert "work" in str(refusal())
     assert "AWS_PROFILE" in refusal().hint

@@ -84,7 +84,7 @@ def credentials_explained(where: str) -> Iterator[None]:
     """Credentials are got or renewed here. A token service that is away comes back, so another try may help."""
     try:
         yield
-    except boto.ProfileNotFound as error:
+    except (boto.ProfileNotFound, boto.PartialCredentialsError) as error:
         raise StoreError(f"{where}: {error}", retryable=False, hint=_KEYS) from None
     except (BotoCoreError, RuntimeError, ValueError, OSError) as error:  # botocore lets a broken credential_process through
         said = f"{where}: no usable AWS credentials: {type(error).__name__}: {str(error)[:300]}"
