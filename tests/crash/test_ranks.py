@@ -202,8 +202,12 @@ def test_a_launcher_that_is_not_there_is_refused_before_anything_starts(tmp_path
 NODES = ("launch.nodes=2", "launch.processes=1", "launch.address=127.0.0.1", "launch.node_timeout=10")
 
 
-def test_two_nodes_end_bit_identical_after_one_is_lost_and_another_loses_its_rank(ddp: Reference, tmp_path: Path) -> None:
-    run = ranks_run(tmp_path, "ddp")
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.chaos)])
+def test_two_nodes_end_bit_identical_after_one_is_lost_and_another_loses_its_rank(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str
+) -> None:
+    reference: Reference = request.getfixturevalue(kind)
+    run = ranks_run(tmp_path, kind)
     node, direct = OtherNode(run), Direct(run)
     trainer = direct.launch([SLOW, tracing(run), *NODES])
     wait_until(lambda: run.step() >= 8, "step 8")
@@ -229,8 +233,8 @@ def test_two_nodes_end_bit_identical_after_one_is_lost_and_another_loses_its_ran
 
     assert Direct(run).train_to_end([tracing(run), *NODES]).reason == "complete"
     assert node.process.wait(60) == 0, node.log()
-    assert run.digest() == ddp.run.digest(), "that of two ranks on one machine"
-    assert surviving(run) == ddp.trace
+    assert run.digest() == reference.run.digest(), "that of two ranks on one machine"
+    assert surviving(run) == reference.trace
     assert [name.step for name in run.committed()] == sorted({6, 9, 12, settled.step, 18, 24})
     assert [name.token for name in run.committed() if name.step <= 12] == [1, 2, 2]
     told = [path for name in run.committed() for path in run.dir.checkpoint(name).glob("node-*")]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Direct, Run
-from many_ranks import assert_about_the_same, hit, losses_with, surviving, tracing, train_with
+from harness import Direct, Run, wait_until
+from many_ranks import SLOW, OtherNode, assert_about_the_same, hit, losses_with, surviving, tracing, train_with
 from torch import nn
 
 from perdure.training.checkpoint import manifest
@@ -26,6 +26,8 @@ from perdure.training.engine.zero_files import write_files
 ZERO = Path(__file__).parent / "zero"
 OTHER_SEED = "launch.env.TINY_seed=2"
 """What is not loaded differs."""
+FRESH_NAN = "launch.env.TINY_fresh_nan=1"
+"""What is not written differs."""
 
 
 def make_run(folder: Path, *settings: str) -> Run:
@@ -71,7 +73,7 @@ def test_zero_ends_bit_identical_after_ranks_are_killed_and_goes_on_with_another
     reference = undisturbed(tmp_path / "reference", f"params.stage={stage}")
     run = make_run(tmp_path, f"params.stage={stage}")
     for number, victims in enumerate(kills):
-        lose(run, 3 + 8 * number, victims, f"launch.launcher={('deepspeed', 'torchrun')[number]}")
+        lose(run, 3 + 8 * number, victims, FRESH_NAN, f"launch.launcher={('deepspeed', 'torchrun')[number]}")
     assert Direct(run).train_to_end([tracing(run), OTHER_SEED, "checkpoint.audit=true"]).reason == "complete"
     assert run.digest() == reference.digest()
     assert surviving(run) == surviving(reference)
@@ -80,6 +82,27 @@ def test_zero_ends_bit_identical_after_ranks_are_killed_and_goes_on_with_another
     if len(kills) > 1:
         assert_restore_gives_the_weights(run)
     assert_others_go_on(run, surviving(reference), stage, launches)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_on_two_nodes_ends_bit_identical_after_one_of_them_loses_its_rank(tmp_path: Path, stage: int) -> None:
+    reference = undisturbed(tmp_path / "reference", f"params.stage={stage}")
+    run = make_run(tmp_path, f"params.stage={stage}")
+    nodes = ["launch.nodes=2", "launch.processes=1", "launch.address=127.0.0.1", "launch.launcher=torchrun"]
+    node, direct = OtherNode(run), Direct(run)
+    trainer = direct.launch([SLOW, tracing(run), FRESH_NAN, *nodes])
+    wait_until(lambda: run.step() >= 8, "step 8")
+    at = run.step()
+    node.kill_rank(1)
+    trainer.process.wait(60)
+    end = direct.end()
+    assert (end.reason, end.error_class) == ("failed", "infrastructure"), end
+    assert run.committed()[-1].step >= at - 1, "no finished step of which both nodes have a snapshot is lost"
+    assert Direct(run).train_to_end([tracing(run), OTHER_SEED, *nodes]).reason == "complete"
+    assert node.process.wait(60) == 0, node.log()
+    assert run.digest() == reference.digest(), "that of two ranks on one machine"
+    assert surviving(run) == surviving(reference)
 
 
 def assert_others_go_on(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from perdure.training.engine.leaves import Decoder, Encoder, Leaf, dtype_name, escape, plain_leaf, read_plain
-from perdure.training.engine.zero_ranks import OtherRanks, Ref
+from perdure.training.engine.zero_ranks import OtherRanks, Ref, slices
 from perdure.training.errors import CheckpointDamaged, ConfigError
 from perdure.training.redact import names_a_secret
 
@@ -46,6 +46,8 @@ class ZeroEngine:
         self._begun = int(engine.skipped_steps)
         self._unstepped = [-1]
         """Micro step of the newest backward pass; what is newer than the engine's own has not been stepped."""
+        if self.stage == 3:
+            _clear_padding(engine)
 
     # what is saved
 
@@ -167,6 +169,23 @@ class ZeroEngine:
         """No gradients wait for a step: neither those of a micro batch, nor those of an unfinished accumulation window."""
         made = int(self.engine.micro_steps)
         return made % int(self.engine.gradient_accumulation_steps()) == 0 and self._unstepped[0] < made
+
+
+@torch.no_grad()
+def _clear_padding(engine: Any) -> None:  # Any: a DeepSpeedEngine
+    """Behind a parameter that does not divide, ZeRO 3 saves whatever was in memory: two equal runs would differ."""
+    ranks, rank = int(engine.seq_dp_world_size), int(engine.global_rank)
+    spans = {}
+    for parameter in engine.module.parameters():
+        [spans[parameter]] = slices({"": parameter.ds_numel}, ranks, rank)
+        parameter.ds_tensor[spans[parameter].length :].zero_()
+    optimizer = engine.optimizer
+    for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        start = 0
+        for parameter in group:
+            end = start + parameter.ds_tensor.ds_numel
+            flat[start + spans[parameter].length : end].zero_()
+            start = end
 
 
 def is_engine(obj: object) -> bool:

@@ -116,8 +116,8 @@ class OtherRanks:
         found = {}
         for name, shape in shapes.items():
             sizes = {name: shape.numel()}
-            pieces = _by_name(((rank, name), _slices(sizes, self._ranks, rank)) for rank in range(self._ranks))
-            spans = _slices(sizes, self._now, self._rank)
+            pieces = _by_name(((rank, name), slices(sizes, self._ranks, rank)) for rank in range(self._ranks))
+            spans = slices(sizes, self._now, self._rank)
             refs = {(rank, name): one[name] for rank, one in enumerate(every)}
             found[name] = self._vector(spans, -(-shape.numel() // self._now), pieces, refs)
         return found
@@ -162,7 +162,7 @@ class OtherRanks:
             for which, shapes in enumerate(self._shapes):
                 sizes = {name: shape.numel() for name, shape in shapes.items()}
                 for rank in range(self._ranks):
-                    yield (rank, which), _slices(sizes, self._ranks, rank)
+                    yield (rank, which), slices(sizes, self._ranks, rank)
             return
         passed: dict[tuple[int, str], int] = {}
         for rank, one in enumerate(every):
@@ -183,7 +183,7 @@ class OtherRanks:
                 size = sum(-(-count // self._now) for count in sizes.values())
                 if size != flat.numel():
                     raise ConfigError("ZeRO 3 cuts among some of the ranks only (MiCS?): it resumes on as many ranks as before")
-                yield _Flat(tuple(sizes), _slices(sizes, self._now, self._rank), size)
+                yield _Flat(tuple(sizes), slices(sizes, self._now, self._rank), size)
             return
         for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
             held = [(name_of[one], one._hp_mapping) for one in group if one._hp_mapping is not None]
@@ -235,7 +235,7 @@ def _padding(state: Mapping[str, Any], which: int) -> int:
     return int(state["group_paddings"][which]) if "group_paddings" in state else 0
 
 
-def _slices(sizes: Mapping[str, int], ranks: int, rank: int) -> list[_Span]:
+def slices(sizes: Mapping[str, int], ranks: int, rank: int) -> list[_Span]:
     """A rank's part of each of these parameters, one after the other: equal parts, the last one padded."""
     spans, start = [], 0
     for name, size in sizes.items():

@@ -89,7 +89,9 @@ def tell_what_was_loaded(engine: deepspeed.DeepSpeedEngine, rank: int, file: str
 def train(session: Session) -> None:
     trial = {name[5:]: value for name, value in os.environ.items() if name.startswith("TINY_")}
     deepspeed.init_distributed()
+    torch.use_deterministic_algorithms("fresh_nan" in trial)  # then memory that nobody has written is NaN
     engine = make_engine(session, int(trial.get("seed", 1)))
+    torch.use_deterministic_algorithms(False)
     torch.manual_seed(100 + session.rank)  # dropout of each rank's own
     random.seed(session.rank)
     np.random.seed(session.rank)
