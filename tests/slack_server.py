@@ -215,7 +215,7 @@ def refused_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not true() and time.monotonic() < deadline:
         time.sleep(0.02)

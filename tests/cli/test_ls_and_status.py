@@ -207,7 +207,7 @@ def test_stop_waits_until_the_run_is_gone_and_leaves_no_request(made: Any, holde
     answer = command("stop", made.run.root, "--reason", "enough", "--json")
     assert answer.code == 0
     assert answer.json == {"stopped": True, "step": 40, "reason": "enough"}
-    assert holder.wait(10) == 0
+    assert holder.wait(60) == 0
     assert not made.run.stop_request.exists()
 
 

@@ -74,13 +74,18 @@ class Run:
 
     @staticmethod
     def held_at(step: int) -> list[str]:
-        """Settings of a launch that waits after `step` finished steps until `go_on`: what is done to it hits its middle."""
+        """Settings of a launch that waits after `step` finished steps until `go_on`: what is done to it hits its middle. Of
+        two ranks the second one waits, and with it the first."""
         return [f"launch.env.TINY_wait_at={step}", "launch.step_timeout=200"]
+
+    def hold_again(self) -> None:
+        """What an earlier launch left of its wait is gone."""
+        for name in ("go-on", "held"):
+            (self.toml.parent / name).unlink(missing_ok=True)
 
     def start_held_at(self, step: int, env: dict[str, str] | None = None) -> "subprocess.Popen[bytes]":
         """`perdure run`, waiting after that step."""
-        for name in ("go-on", "held"):
-            (self.toml.parent / name).unlink(missing_ok=True)
+        self.hold_again()
         parent = self.start(*(part for text in self.held_at(step) for part in ("--set", text)), env=env)
         self.wait_until_held()
         return parent
@@ -197,6 +202,7 @@ class Direct:
     def launch(self, settings: Sequence[str] = (), *, lease: int | None = None, replan: bool = False) -> Trainer:
         from perdure.flows.start import next_token, open_run
 
+        self.run.hold_again()
         config = load_config(self.run.toml, [*self.run.settings, *settings])
         start = open_run(config, None, replan=replan)
         self.lock = RunLock.acquire(self.run.dir, orphan_wait=20.0)
@@ -230,3 +236,14 @@ class Direct:
 def kill(process: ProcessId | None, number: int = signal.SIGKILL) -> None:
     assert process is not None, "nothing to kill"
     process.send(number)
+
+
+def freeze(process: ProcessId | None) -> None:
+    """Until it gets SIGCONT; what it was about to do is done when this returns, or waits."""
+    kill(process, signal.SIGSTOP)
+    assert process is not None
+    wait_until(lambda: all(state in "tT" for state in _thread_states(process.pid)), "it stands still")
+
+
+def _thread_states(pid: int) -> list[str]:
+    return [task.joinpath("stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()]

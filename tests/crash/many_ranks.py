@@ -62,14 +62,17 @@ def environment(pid: int) -> dict[str, str]:
 
 def listening(pids: list[int]) -> set[str]:
     """Addresses at which these processes take connections."""
-    sockets = {os.readlink(file) for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+    sockets = set[str]()
+    for file in (file for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            sockets.add(os.readlink(file))
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     hexed = {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
     return {".".join(str(byte) for byte in reversed(bytes.fromhex(address))) for address in hexed}
 
 
 def hit(run: Run, step: int, victims: list[int], number: int, *settings: str) -> tuple[Direct, int]:
-    """Launch, wait for `step`, send a signal to these ranks; the step all had finished then."""
+    """Launch, wait for `step`, send a signal to these ranks; a step that all had finished then."""
     direct = Direct(run)
     trainer = direct.launch([SLOW, tracing(run), *settings])
     wait_until(lambda: run.step() >= step or not trainer.is_alive(), f"step {step}")
@@ -87,7 +90,7 @@ def train_with(run: Run, processes: int, until: int, *settings: str) -> None:
     direct = Direct(run)
     here = [tracing(run), f"launch.processes={processes}", "launch.launcher=torchrun", *settings]
     trainer = direct.launch(here, lease=until, replan=True)
-    wait_until(lambda: until in [name.step for name in run.committed()] or not trainer.is_alive(), f"step {until}", 90)
+    wait_until(lambda: until in [name.step for name in run.committed()] or not trainer.is_alive(), f"step {until}")
     end = direct.end()
     assert end.reason in ("stopped", "complete"), end
 

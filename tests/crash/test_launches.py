@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import Direct, Run, children, copy_tiny, kill, wait_until
+from harness import Direct, Run, children, copy_tiny, freeze, kill, wait_until
 
 from perdure.tasks.curve import Curve
 from perdure.training.checkpoint import catalog
@@ -83,7 +83,7 @@ def test_agent_killed_takes_rank_and_saver_with_it(run: Run, reference: str) -> 
     wait_until(lambda: run.step() >= 12, "step 12")
     agent, rank, saver = run.agent(), run.rank(), run.saver()
     kill(agent)
-    wait_until(lambda: not (rank.is_alive() or saver.is_alive()), "rank and saver gone", 10)
+    wait_until(lambda: not (rank.is_alive() or saver.is_alive()), "rank and saver gone")
     end = direct.end()
     assert (end.error_class, end.step >= 12) == ("infrastructure", True), "told of the step it had come to"
     assert go_on(run) == reference
@@ -161,13 +161,21 @@ def test_exception_in_user_code_is_told_with_class_and_log(run: Run) -> None:
     assert "ValueError" in end.log_tail
 
 
-@pytest.mark.parametrize(("phase", "limit"), [("batch", "launch.step_timeout=2"), ("setup", "launch.startup_timeout=12")])
-def test_hang_is_found_by_its_limit_and_its_stacks_are_in_the_log(run: Run, phase: str, limit: str) -> None:
-    settings = [f"params.sleep_in={phase}", "params.sleep_secs=100", "params.slow_batch_at=12", limit]
-    end = Direct(run).train_to_end(settings)
-    assert (end.reason, end.error_class) == ("failed", "hang")
-    assert limit.partition("=")[2] in end.detail
-    assert "phase_sleep" in (run.dir.logs(1) / "rank-00000.log").read_text(), "the stack of the sleeping function"
+@pytest.mark.parametrize(
+    ("phase", "limit", "least"), [("batch", "launch.step_timeout", 2), ("setup", "launch.startup_timeout", 8)]
+)
+def test_hang_is_found_by_its_limit_and_its_stacks_are_in_the_log(run: Run, phase: str, limit: str, least: int) -> None:
+    """On a busy machine a rank may not have come to its sleep when the shortest limit is over."""
+    hang = {"sleep_in": phase, "sleep_secs": 600, "slow_batch_at": 12}
+    for seconds in (least, 4 * least, 16 * least):
+        end = Direct(run).train_to_end(
+            [*(f"launch.env.TINY_{key}={value}" for key, value in hang.items()), f"{limit}={seconds}"]
+        )
+        assert (end.reason, end.error_class) == ("failed", "hang")
+        assert f"{seconds} s" in end.detail
+        if (run.toml.parent / f"in-{phase}").exists():
+            break
+    assert "phase_sleep" in (run.dir.logs(end.token) / "rank-00000.log").read_text(), "the stack of the sleeping function"
 
 
 def test_no_process_survives_its_launch(run: Run) -> None:
@@ -191,24 +199,23 @@ def test_children_of_the_training_code_end_with_the_launch(run: Run, tmp_path: P
     trainer.process.wait(30)
     trainer.kill()
     direct.end()
-    assert child.wait(5), "the sleeping child is gone"
+    assert child.wait(60), "the sleeping child is gone"
 
 
 def test_slow_saver_never_mixes_steps_and_loses_none(run: Run) -> None:
     """The saver is stopped while training goes on into the second slot: each checkpoint still holds its own step's state."""
     direct = Direct(run)
-    trainer = direct.launch(["launch.env.TINY_sleep=0.1"])
+    trainer = direct.launch(run.held_at(6))
     wait_until(lambda: run.committed() != [], "the first checkpoint")
-    first = run.committed()[-1].step
     saver = run.saver()
-    kill(saver, signal.SIGSTOP)
-    wait_until(lambda: run.step() >= first + 10, "training went on into both slots")  # and may wait there for the first
-    held = run.step()
-    assert run.committed()[-1].step == first
+    freeze(saver)
+    run.go_on()
+    wait_until(lambda: "waiting_for_slot" in run.kinds(), "training went on into both slots")
+    assert [event["step"] for event in run.events() if event["kind"] == "waiting_for_slot"] in ([15], [20]), "and waits for one"
+    assert [name.step for name in run.committed()] == [5]
     kill(saver, signal.SIGCONT)
     trainer.process.wait(60)
     assert direct.end().reason == "complete"
-    assert held < 40
     assert [name.step for name in run.committed()] == list(range(5, 45, 5)), "none was skipped"
     for name in run.committed():
         with open_checkpoint(run.dir.checkpoint(name)) as reader:
@@ -251,7 +258,7 @@ def test_script_run_by_hand_ends_on_signals_as_any_script_does(tmp_path: Path, n
     script = subprocess.Popen([sys.executable, "train.py"], cwd=toml.parent, stderr=subprocess.DEVNULL)
     wait_until((tmp_path / "trace").exists, "a step")
     script.send_signal(number)
-    assert script.wait(10) in (-number, 130, 1)
+    assert script.wait(60) in (-number, 130, 1)
 
 
 def test_nested_loop_with_end_step_cuts_and_resumes_to_the_same_bits(run: Run, reference: str) -> None:

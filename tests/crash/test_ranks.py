@@ -131,10 +131,14 @@ def test_ddp_ends_bit_identical_after_one_rank_is_killed_and_another_stopped(ddp
     assert (end.reason, end.error_class, end.detail) == ("failed", "infrastructure", "rank 1 was killed by SIGKILL")
     assert run.committed()[-1].step >= at - 1, "no finished step of which both have a snapshot is lost"
 
-    direct, at = hit(run, 14, [1], signal.SIGTERM)
+    direct = Direct(run)
+    trainer = direct.launch([tracing(run), *run.held_at(14)])
+    run.wait_until_held()
+    kill(ranks(run)[1], signal.SIGTERM)
+    run.go_on()
+    trainer.process.wait(60)
     end = direct.end()
-    assert (end.reason, end.step) == ("stopped", run.committed()[-1].step), "both cut at the same step"
-    assert at <= end.step <= at + 2
+    assert (end.reason, end.step, run.committed()[-1].step) == ("stopped", 15, 15), "both cut at the end of the same step"
 
     with pytest.raises(ConfigError, match="processes: 2 -> 1"):
         Direct(run).launch(["launch.processes=1"])
@@ -165,7 +169,7 @@ def test_ranks_started_by_a_command_end_bit_identical_after_one_of_them_and_the_
     wait_until(lambda: run.step() >= 8, "step 8")
     found = ranks(run)
     kill(run.agent())
-    wait_until(lambda: not any(rank.is_alive() for rank in found), "the ranks gone", 10)
+    wait_until(lambda: not any(rank.is_alive() for rank in found), "the ranks gone")
     direct.end()
 
     assert Direct(run).train_to_end([tracing(run), *command]).reason == "complete"
@@ -209,8 +213,9 @@ def test_two_nodes_end_bit_identical_after_one_is_lost_and_another_loses_its_ran
     reference: Reference = request.getfixturevalue(kind)
     run = ranks_run(tmp_path, kind)
     node, direct = OtherNode(run), Direct(run)
-    trainer = direct.launch([SLOW, tracing(run), *NODES])
-    wait_until(lambda: run.step() >= 8, "step 8")
+    trainer = direct.launch([tracing(run), *run.held_at(8), *NODES])
+    wait_until(lambda: run.committed(), "step 6 committed")
+    run.wait_until_held()
     node.lose(1)
     trainer.process.wait(60)
     end = direct.end()
@@ -219,8 +224,10 @@ def test_two_nodes_end_bit_identical_after_one_is_lost_and_another_loses_its_ran
 
     node = OtherNode(run)
     direct = Direct(run)
-    trainer = direct.launch([SLOW, tracing(run), *NODES])
-    wait_until(lambda: run.step() >= 13, "step 13")
+    trainer = direct.launch([SLOW, tracing(run), *run.held_at(13), *NODES])
+    wait_until(lambda: [name.step for name in run.committed()] == [6, 9, 12], "the saver needs no slot")
+    run.go_on()
+    wait_until(lambda: run.step() >= 14, "step 14")
     at = run.step()
     node.kill_rank(2)
     trainer.process.wait(60)
@@ -268,12 +275,11 @@ def test_fsdp2_ends_bit_identical_after_all_ranks_and_the_agent_are_killed(fsdp2
     helper = tmp_path / "helper"
     direct = Direct(run)
     direct.launch([SLOW, tracing(run), "checkpoint.lazy=true", f"launch.env.TINY_child={helper}"])
-    wait_until(lambda: run.step() >= 14, "step 14")
+    wait_until(lambda: run.step() >= 14 and run.committed()[-1].step >= 12, "step 14, and step 12 committed")
     child, found = identify(int(helper.read_text())), ranks(run)
     kill(run.agent())
-    wait_until(lambda: not any(rank.is_alive() for rank in found), "the ranks gone", 10)
+    wait_until(lambda: not any(rank.is_alive() for rank in found), "the ranks gone")
     direct.end()
-    assert run.committed()[-1].step >= 12
 
     assert Direct(run).train_to_end([tracing(run), "checkpoint.lazy=true", "checkpoint.audit=true"]).reason == "complete"
     assert not child.is_alive(), "nor is what they had started"

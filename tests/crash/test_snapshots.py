@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import Direct, Run, copy_tiny, kill, wait_until
+from harness import Direct, Run, copy_tiny, freeze, kill, wait_until
 
 from perdure.training.checkpoint import catalog
 from perdure.training.checkpoint.plain import unpack_plain
@@ -77,7 +77,7 @@ def test_hang_loses_no_kept_step(run: Run, reference: str) -> None:
         "launch.env.TINY_sleep_in=batch",
         "launch.env.TINY_sleep_secs=100",
         "launch.env.TINY_slow_batch_at=17",
-        "launch.step_timeout=2",
+        "launch.step_timeout=5",
     ]
     assert Direct(run).train_to_end([EACH, *hang]).error_class == "hang"
     assert steps(run) == [10, 17]
@@ -140,7 +140,7 @@ def test_tensor_changed_while_a_lazy_copy_ran_is_an_error_and_never_saved(run: R
 def test_chunk_end_is_committed_although_nothing_follows_that_would_wait_for_the_copy(run: Run) -> None:
     direct = Direct(run)
     trainer = direct.launch(["checkpoint.lazy=true"], lease=10)
-    wait_until(lambda: steps(run) == [10], "the checkpoint the lease waits for", 30)
+    wait_until(lambda: steps(run) == [10], "the checkpoint the lease waits for")
     wait_until(lambda: b"waiting for lease" in run.dir.progress_json.read_bytes(), "the wait for the next lease")
     time.sleep(1.1)
     trainer.lease(11)
@@ -156,7 +156,7 @@ def slots_of(agent: int) -> list[Path]:
 
 
 def flip_a_bit(run: Run, step: int) -> bool:
-    """In a weight of the snapshot of `step`, in the slot itself."""
+    """In a weight of the snapshot of `step`, in the slot itself; False while it is in none."""
     agent = run.agent()
     assert agent is not None
     for path in slots_of(agent.pid):
@@ -175,25 +175,19 @@ def flip_a_bit(run: Run, step: int) -> bool:
 
 def test_audit_finds_a_bit_flipped_in_the_slot_before_it_is_saved(run: Run) -> None:
     direct = Direct(run)
-    settings = ["checkpoint.audit=true", "checkpoint.every=5", "launch.env.TINY_sleep=0.02"]
-    trainer = direct.launch(settings)
+    trainer = direct.launch(["checkpoint.audit=true", "checkpoint.every=5", *run.held_at(6)])
     wait_until(lambda: steps(run) == [5], "the first checkpoint")
     saver = run.saver()
-    kill(saver, signal.SIGSTOP)
-    flipped: list[int] = []
-
-    def flip() -> bool:
-        flipped[:] = [step for step in (10, 15, 20) if step not in steps(run) and flip_a_bit(run, step)][:1]
-        return bool(flipped)
-
-    wait_until(flip, "a snapshot in a slot")
+    freeze(saver)
+    run.go_on()
+    wait_until(lambda: flip_a_bit(run, 10), "the next snapshot in its slot")
     kill(saver, signal.SIGCONT)
     trainer.process.wait(60)
     direct.end()
     failed = [event for event in run.events() if event["kind"] == "save_failed"]
-    assert {event["step"] for event in failed} == set(flipped)
+    assert {event["step"] for event in failed} == {10}
     assert all("audit" in str(event["error"]) for event in failed)
-    assert flipped[0] not in steps(run)
+    assert 10 not in steps(run)
 
 
 # a slow saver
@@ -201,19 +195,22 @@ def test_audit_finds_a_bit_flipped_in_the_slot_before_it_is_saved(run: Run) -> N
 
 def test_checkpoint_due_while_both_slots_are_being_saved_waits_says_so_and_is_not_lost(run: Run, reference: str) -> None:
     direct = Direct(run)
-    settings = ["checkpoint.every=1", "launch.env.TINY_sleep=0.02"]
-    trainer = direct.launch(settings)
-    wait_until(lambda: steps(run) != [], "the first checkpoint")
+    trainer = direct.launch(["checkpoint.every=1", "launch.env.TINY_sleep=0.02", *run.held_at(1)])
+    wait_until(lambda: steps(run) == [1], "the first checkpoint")
     saver = run.saver()
-    kill(saver, signal.SIGSTOP)
-    wait_until(lambda: "waiting_for_slot" in run.kinds(), "training waits")
-    waiting = next(event for event in run.events() if event["kind"] == "waiting_for_slot")
-    assert run.committed()[-1].step < int(str(waiting["step"]))
+    freeze(saver)
+    run.go_on()
+
+    def waits() -> list[dict[str, object]]:
+        return [event for event in run.events() if event["kind"] == "waiting_for_slot"]
+
+    wait_until(waits, "training waits")
+    assert [event["step"] for event in waits()] in ([3], [4]), "two checkpoints are in the slots"
+    assert steps(run) == [1]
     kill(saver, signal.SIGCONT)
     trainer.process.wait(60)
     assert direct.end().reason == "complete"
-    waits = [event for event in run.events() if event["kind"] == "waiting_for_slot"]
-    began, ended = [event for event in waits if "seconds" not in event], [event for event in waits if "seconds" in event]
+    began, ended = [event for event in waits() if "seconds" not in event], [event for event in waits() if "seconds" in event]
     assert [event["step"] for event in began] == [event["step"] for event in ended]
     assert steps(run) == list(range(1, 41)), "none was skipped"
     for name in run.committed():
@@ -224,10 +221,11 @@ def test_checkpoint_due_while_both_slots_are_being_saved_waits_says_so_and_is_no
 
 def test_snapshot_that_stays_in_memory_never_waits(run: Run, reference: str) -> None:
     direct = Direct(run)
-    trainer = direct.launch(["checkpoint.every=10", EACH, "launch.env.TINY_sleep=0.02"])
-    wait_until(lambda: run.saver() is not None and run.has_started(), "the saver")
+    trainer = direct.launch(["checkpoint.every=10", EACH, *run.held_at(3)])
+    run.wait_until_held()
     saver = run.saver()
-    kill(saver, signal.SIGSTOP)
+    freeze(saver)
+    run.go_on()
     wait_until(lambda: "waiting_for_slot" in run.kinds(), "the third checkpoint waits")
     kill(saver, signal.SIGCONT)
     trainer.process.wait(60)
@@ -239,12 +237,12 @@ def test_snapshot_that_stays_in_memory_never_waits(run: Run, reference: str) -> 
 
 def test_newest_stays_the_committed_one_while_the_next_is_being_written(run: Run, reference: str) -> None:
     direct = Direct(run)
-    direct.launch(["checkpoint.every=5", "launch.env.TINY_sleep=0.02"])
-    wait_until(lambda: steps(run) != [], "the first checkpoint")
-    saver, first = run.saver(), run.committed()[-1]
-    kill(saver, signal.SIGSTOP)
-    first = run.committed()[-1]
-    wait_until(lambda: run.step() > first.step + 5, "the next snapshot is with the saver")
+    direct.launch(["checkpoint.every=5", "launch.env.TINY_sleep=0.02", *run.held_at(6)])
+    wait_until(lambda: steps(run) == [5], "the first checkpoint")
+    [first] = run.committed()
+    freeze(run.saver())
+    run.go_on()
+    wait_until(lambda: run.step() > 10, "the next snapshot is with the saver")
     assert catalog.candidates(run.dir)[0] == first
     kill(run.agent())
     direct.end()
@@ -273,7 +271,7 @@ def test_saver_killed_while_it_writes_is_noticed_named_by_its_status_and_replace
     trainer = direct.launch(["checkpoint.every=1", "launch.env.TINY_sleep=0.02"])
     wait_until(lambda: steps(run) != [], "the first checkpoint")
     kill(run.saver())
-    wait_until(lambda: any("saver ended with status -9" in str(event.get("text")) for event in run.events()), "noticed", 10)
+    wait_until(lambda: any("saver ended with status -9" in str(event.get("text")) for event in run.events()), "noticed")
     trainer.process.wait(60)
     assert direct.end().reason == "complete"
     assert steps(run) == list(range(1, 41))
@@ -291,10 +289,11 @@ def test_memory_does_not_grow_with_the_number_of_saves(tmp_path: Path) -> None:
     sizes = ["run.steps=12", "run.chunk=4", "params.width=200000", f"params.memory='{report}'"]
     run = Run(copy_tiny(tmp_path / "tiny"), "store.url=''", *sizes, "checkpoint.every=1", "checkpoint.encoding='raw'")
     direct = Direct(run)
-    trainer = direct.launch()
-    wait_until(lambda: steps(run) != [], "the first checkpoint")
+    trainer = direct.launch(run.held_at(1))
+    wait_until(lambda: steps(run) == [1], "the first checkpoint")
     saver = run.saver()
-    kill(saver, signal.SIGSTOP)
+    freeze(saver)
+    run.go_on()
     wait_until(lambda: "waiting_for_slot" in run.kinds(), "both slots full")
     kill(saver, signal.SIGCONT)
     trainer.process.wait(120)

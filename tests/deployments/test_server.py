@@ -70,18 +70,18 @@ def test_server_is_shared_kept_when_asked_and_stopped_with_its_last_user(
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     first = acquire(home, keep=True)
     process = server_of(home)
-    assert is_ready(first.url)
+    assert is_ready(first.url, 60)
     assert listening_addresses(process.pid) == {f"0100007F:{first.port:04X}"}
     assert home.root.stat().st_mode & 0o777 == 0o700
     assert b"xoxb-canary" not in Path(f"/proc/{process.pid}/environ").read_bytes()
     first.release()
-    assert is_ready(first.url), "keep=True leaves it"
+    assert is_ready(first.url, 60), "keep=True leaves it"
 
     second, third = acquire(home), acquire(home)
     assert (second.url, third.url) == (first.url, first.url)
     assert server_of(home) == process
     second.release()
-    assert is_ready(third.url), "somebody still uses it"
+    assert is_ready(third.url, 60), "somebody still uses it"
     supervisor = supervisor_of(home)
     third.release()
     assert not process.is_alive()
@@ -153,7 +153,7 @@ def test_stale_record_is_not_trusted_and_no_death_leaves_a_process(home: ServerH
 
         one.kill()
         one.wait()
-        assert is_ready(url)
+        assert is_ready(url, 60)
         two.kill()
         two.wait()
         assert revived.wait(PATIENCE_SECS)

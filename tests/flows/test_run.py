@@ -52,7 +52,7 @@ def test_undisturbed_run_turns_others_away_completes_replicates_and_is_then_fini
     run.settings.append("params.name_at=16")
     first = run.start_held_at(17)
     for _ in range(5):
-        second = subprocess.run(run.command(), capture_output=True, text=True, timeout=30, check=False)
+        second = subprocess.run(run.command(), capture_output=True, text=True, timeout=60, check=False)
         assert second.returncode == 3
         assert f"process {first.pid}" in second.stderr
     for step, why in ((15, "due"), (17, "asked for by session.save()")):
@@ -79,7 +79,7 @@ def test_parent_and_then_everything_killed_goes_on_with_the_same_command(run: Ru
     parent.kill()
     parent.wait()
     run.go_on(told_to_stop=True)
-    wait_until(lambda: run.processes() == [], "the flow saved and left", 40)
+    wait_until(lambda: run.processes() == [], "the flow saved and left")
     assert run.committed()[-1].step >= 12
     parent = run.start_held_at(27)
     wait_until(lambda: run.committed()[-1].step == 25, "step 25 committed")
@@ -88,7 +88,7 @@ def test_parent_and_then_everything_killed_goes_on_with_the_same_command(run: Ru
     for victim in victims:
         kill(victim)
     parent.wait()
-    wait_until(lambda: run.processes() == [], "no process left", 20)
+    wait_until(lambda: run.processes() == [], "no process left")
     assert run.finish() == 0, run.log()
     assert run.digest() == reference
 
@@ -171,16 +171,17 @@ def told_to_prefect(run: Run) -> list[str]:
 
 def test_prefect_server_stuck_and_then_killed_does_not_stop_training(tmp_path: Path, reference: str) -> None:
     """With a server of its own, whose database somebody holds: training and saving go on, the run completes."""
-    run = Run(copy_tiny(tmp_path / "tiny"), "params.sleep=0.1")
+    run = Run(copy_tiny(tmp_path / "tiny"), "params.sleep=0.1", *Run.held_at(12))
     home = server.ServerHome.beside(run.dir)
     copy_database(home)
     own = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     log = open(run.toml.parent / "parent.log", "ab")
     with log:
         parent = subprocess.Popen(run.command(), stdout=log, stderr=log, env=own, start_new_session=True)
-    wait_until(lambda: run.step() >= 12, "step 12")
-    with contextlib.closing(sqlite3.connect(home.database, isolation_level=None, timeout=30)) as other:
+    run.wait_until_held()
+    with contextlib.closing(sqlite3.connect(home.database, isolation_level=None, timeout=60)) as other:
         other.execute("BEGIN EXCLUSIVE")
+        run.go_on()
         wait_until(lambda: run.committed()[-1].step >= 25, "checkpoints while the database is locked")
     record = server.read_record(home)
     assert record is not None

@@ -152,7 +152,7 @@ def test_s3_run_of_an_odd_name_survives_the_loss_of_its_directory(tmp_path: Path
     for victim in victims:
         kill(victim)
     parent.wait()
-    wait_until(lambda: run.processes() == [], "no process left", 20)
+    wait_until(lambda: run.processes() == [], "no process left")
     shutil.rmtree(run.dir.root)
     assert run.finish(env=env) == 0, run.log()
     assert any("brought back" in str(event.get("text")) for event in run.events())

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,7 +157,7 @@ def test_server_that_fails_is_said_once_and_holds_nobody_up(
     run: Run, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create_run_info(run.dir, run.config)
-    monkeypatch.setattr(artifacts, "TIMEOUT_SECS", 0.3)
+    monkeypatch.setattr(artifacts, "TIMEOUT_SECS", 60.0)
     caplog.set_level(logging.INFO)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -167,10 +166,12 @@ def test_server_that_fails_is_said_once_and_holds_nobody_up(
         with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{listener.getsockname()[1]}/api"}):
             shown = board(run, str(UUID(int=7)))
             shown.min_secs = 0.0
-            began = time.monotonic()
             shown.ask()
-            assert time.monotonic() - began < 0.1
+            if kind == "is silent":
+                assert not caplog.records, "nobody waited for the answer"
+                listener.accept()[0].close()
             wait_until(lambda: caplog.records, "the warning")
+            monkeypatch.setattr(artifacts, "TIMEOUT_SECS", 0.3)
             shown.ask()
             shown.close()
     said = [record.getMessage() for record in caplog.records if record.name == "board"]
@@ -197,17 +198,18 @@ def test_password_reaches_what_talks_to_prefect_and_is_written_nowhere(tmp_path:
             1,
         )
     )
-    run = Run(toml, "params.sleep=0.1", "run.steps=40")
+    run = Run(toml, *Run.held_at(12))
     home = server.ServerHome.beside(run.dir)
     copy_database(home)
     own = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | SECRETS
     with open(toml.parent / "parent.log", "ab") as log:
         parent = subprocess.Popen(run.command(), stdout=log, stderr=log, env=own, start_new_session=True)
-    wait_until(lambda: run.step() >= 12, "step 12")
+    run.wait_until_held()
     record = server.read_record(home)
     assert record is not None
     assert refuses_without_password(record.port)
     kill(run.flow())
+    run.go_on(told_to_stop=True)
     assert parent.wait(180) == 0, run.log()
     assert "OMP_NUM_THREADS" in (run.dir.logs(1) / "rank-00000.log").read_text(), "what it printed is kept"
     assert b"report-tiny" in b"".join(path.read_bytes() for path in home.root.glob("prefect.db*")), "it was let in"

@@ -112,7 +112,7 @@ def test_a_frozen_agent_is_killed_and_a_dead_run_started_again_by_the_command(
     told = command(run.dir.root)
     assert told["state"] == "frozen"
     assert "the flow that drives it goes on by itself" in told["action"]
-    direct.trainer.process.wait(10)
+    direct.trainer.process.wait(60)
     wait_until(lambda: rank is None or not rank.is_alive(), "no rank")
     direct.trainer.kill()
     direct.lock.close()

@@ -300,11 +300,11 @@ def test_bad_slack_costs_a_bounded_time_is_logged_once_and_told_later(
 
 def test_retry_after_is_obeyed(run: RunDir, settings: NotifySection, slack: SlackServer, logger: logging.Logger) -> None:
     slack.misbehave = rate_limited(2)
+    asked_at = time.monotonic()
     deliver(run, settings, logger=logger)
-    refused_at = time.monotonic()
     slack.misbehave = None
     assert wait_until(lambda: deliver(run, settings, logger=logger) or bool(slack.messages))
-    assert time.monotonic() - refused_at > 1.5
+    assert time.monotonic() - asked_at > 1.9
 
 
 def test_redirect_is_not_followed_and_the_token_stays_here(
