@@ -29,9 +29,10 @@ def _name(run: str, what: str) -> str:
 
 
 def stale_heartbeat(
-    run: str, deployment: UUID, then: "Sequence[ActionTypes]", within: float = HEARTBEAT_SECS
+    run: str, deployments: Sequence[UUID], then: "Sequence[ActionTypes]", within: float = HEARTBEAT_SECS
 ) -> "AutomationCore":
-    """Close the row of a flow run whose process and worker are gone, as no hook runs for it; `then` what else to do."""
+    """Close the row of a flow run, of training or upkeep, whose process and worker are gone, as no hook runs for it; `then`
+    what else to do. A closed one no longer takes the place of the next."""
     from prefect.client.schemas.objects import StateType
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
@@ -41,7 +42,7 @@ def stale_heartbeat(
         after={"prefect.flow-run.heartbeat"},
         expect={"prefect.flow-run.*"},
         match={"prefect.resource.id": "prefect.flow-run.*"},
-        match_related=_of(deployment),
+        match_related=_of(*deployments),
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
@@ -72,8 +73,8 @@ def no_progress(run: str, deployment: UUID, then: "Sequence[ActionTypes]", withi
     return AutomationCore(name=_name(run, _STUCK), description=about, trigger=trigger, actions=[*(then or [DoNothing()])])
 
 
-def _of(deployment: UUID) -> dict[str, str | list[str]]:
-    return {"prefect.resource.id": f"prefect.deployment.{deployment}", "prefect.resource.role": "deployment"}
+def _of(*deployments: UUID) -> dict[str, str | list[str]]:
+    return {"prefect.resource.id": [f"prefect.deployment.{one}" for one in deployments], "prefect.resource.role": "deployment"}
 
 
 def plain(automation: "AutomationCore") -> dict[str, Any]:  # Any: JSON values

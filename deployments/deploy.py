@@ -240,7 +240,7 @@ def _automations(
         [RunDeployment(source="selected", deployment_id=watchdog, parameters=None, job_variables=None)] if watchdog else []
     )
     for wanted in (
-        automations.stale_heartbeat(run, train, restart, settings.heartbeat_secs),
+        automations.stale_heartbeat(run, [one for one in ids.values() if one is not None], restart, settings.heartbeat_secs),
         automations.no_progress(run, train, block, settings.stall_secs),
     ):
         found = client.read_automations_by_name(wanted.name)

@@ -337,7 +337,7 @@ def test_silence_closes_the_row_and_tells_the_block_and_leaves_other_runs_alone(
     dead, stalled, stranger = flow_run_of(client, toml), flow_run_of(client, toml), flow_run_of(client, other)
     done = flow_run_of(client, toml)
     client.set_flow_run_state(done.id, Completed())
-    wanted = automations.stale_heartbeat(name_of(toml), dead.deployment_id, [], within=10)
+    wanted = automations.stale_heartbeat(name_of(toml), [dead.deployment_id], [], within=10)
     automations.put(client, wanted, client.read_automations_by_name(wanted.name))
 
     def speak() -> None:
@@ -365,6 +365,10 @@ def test_stale_heartbeat_also_starts_the_watchdog_of_that_run(
     assert [one.type for one in automation.actions] == ["change-flow-run-state", "run-deployment"]
     assert getattr(automation.actions[1], "deployment_id", None) == watchdog.id
     assert watchdog.parameters == {"config": str(toml)}
+    mine = [one.id for one in client.read_deployments() if (one.parameters or {}).get("config") == str(toml)]
+    watched = automation.trigger.match_related["prefect.resource.id"]
+    assert set(watched) == {f"prefect.deployment.{one}" for one in mine}, "a dead flow run of upkeep is closed too"
+    assert len(mine) > 2
 
 
 def test_address_is_shown_without_its_password(prefect_api: str) -> None:
