@@ -34,7 +34,7 @@ TRAVELLERS = ("perdure", "perdure, not read back")
 def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", "--folder", str(folder), "--results", str(folder / "results"), *arguments]
     env = {**os.environ, "PERDURE_BENCH_CACHE": str(folder / "cache")}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=560)
 
 
 @pytest.fixture(scope="module")
