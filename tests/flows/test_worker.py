@@ -40,11 +40,14 @@ def open_tasks(run: Run) -> list[str]:
 
 def test_flow_process_killed_or_told_to_end_is_followed_by_a_new_flow_run_that_completes(run: Run) -> None:
     """Told by SIGTERM, as on a drained or preempted machine, the trainer saves, and the next goes on from that very step."""
+    run.settings += run.held_at(30)
     start(run)
     wait_until(lambda: run.step() >= 12, "step 12")
     kill(flow_process(run))
-    wait_until(lambda: states(run) == ["CRASHED", "RUNNING"] and run.step() >= 22, "a second flow run trains")
+    wait_until(lambda: states(run) == ["CRASHED", "RUNNING"], "a second flow run")
+    run.wait_until_held()
     flow_process(run).send(signal.SIGTERM)
+    run.go_on(told_to_stop=True)
     wait_until(lambda: states(run) == ["CRASHED", "CRASHED", "COMPLETED"], "two crashed flow runs and a completed one")
     assert run.committed()[-1].step == 40
     assert run.kinds().count("completed") == 1
@@ -62,7 +65,7 @@ def test_cancelled_flow_run_saves_stops_and_is_not_restarted(run: Run) -> None:
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(flow_run.id, Cancelling())
     wait_until(lambda: states(run) == [StateType.CANCELLED.value], "the state Cancelled")
-    wait_until(lambda: not any(process.is_alive() for process in seen if process), "nothing alive", 20)
+    wait_until(lambda: not any(process.is_alive() for process in seen if process), "nothing alive")
     assert run.committed()[-1].step >= 12
     assert len(list(run.dir.launches.glob("????.json"))) == 1
     assert len(flow_runs(run)) == 1
