@@ -40,10 +40,10 @@ QUESTIONS: dict[str, Question] = {
     "many": many.measure,
     "overhead": overhead.measure,
     "travel": travel.measure,
-    "ranks": ranks.measure,
+    **{name: engine.measure for name, engine in ranks.ENGINES.items()},
     "coordination": coordination.measure,
 }
-APART = {"overhead": ("overhead",), "travel": ("travel",), "ranks": ("ranks", "coordination")}
+APART = {"overhead": ("overhead",), "travel": ("travel",), "ranks": (*ranks.ENGINES, "coordination")}
 """What is asked only by name, and which questions that are."""
 ENGINE = [name for name in QUESTIONS if not any(name in names for names in APART.values())]
 """What is asked unless questions are named: all about the checkpoint engine, in thirteen and a half minutes."""
@@ -68,13 +68,14 @@ def _stop(_number: int, _frame: object) -> None:
 def main() -> int:
     signal.signal(signal.SIGTERM, _stop)
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
+    names = dict.fromkeys([*QUESTIONS, *APART])
+    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="tiny states, one round: does every row work?")
     parser.add_argument("--folder", type=Path, default=Path.home(), help="a folder on the disk to measure (default: home)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where results go")
     options = parser.parse_args()
-    if unknown := set(options.questions) - set(QUESTIONS):
-        parser.error(f"no such question: {', '.join(sorted(unknown))}; there are {', '.join(QUESTIONS)}")
+    if unknown := set(options.questions) - set(names):
+        parser.error(f"no such question: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     torch.set_num_threads(1)  # measurements are forked from here: no thread pool may exist yet
     with tempfile.TemporaryDirectory(prefix="perdure-bench-", dir=options.folder) as folder:
         setting = Setting(Path(folder), options.quick)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from benchmarks.state import FULL, TINY, Shape
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "safetensors", "torch-checkpointing", "zipnn", "zstandard", "blake3", "xxhash", "numpy")
+PACKAGES = ("torch", "safetensors", "torch-checkpointing", "deepspeed", "zipnn", "zstandard", "blake3", "xxhash", "numpy")
 
 _DATA = (
     "Data: real AdamW state. A byte-level GPT ({shape.layers} layers, width {shape.width}) learned Python's documentation and "

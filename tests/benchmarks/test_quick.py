@@ -28,6 +28,13 @@ PEERS = {
     "DCP save, zstd",
 }
 
+OWN, UNIVERSAL, PERDURE_RUN = "engine.save_checkpoint, fsync", "ds_to_universal and universal load", "Perdure, in a run"
+RANKS = {
+    "ranks-ddp": {"ddp": {"torch.save by rank 0, fsync", "dcp.save", "dcp.async_save", PERDURE_RUN}},
+    "ranks-fsdp2": {"fsdp2": {"dcp.save", "dcp.async_save", "dcp.save, PerdureWriter", PERDURE_RUN}},
+    "ranks-zero": {kind: {OWN, UNIVERSAL, PERDURE_RUN} for kind in ("zero1", "zero3")},
+}
+"""Rows of each kind of state."""
 TRAVELLERS = ("perdure", "perdure, not read back")
 
 
@@ -35,6 +42,16 @@ def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", "--folder", str(folder), "--results", str(folder / "results"), *arguments]
     env = {**os.environ, "PERDURE_BENCH_CACHE": str(folder / "cache")}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=560)
+
+
+def _answers(folder: Path, question: str) -> tuple[dict[str, Any], str]:
+    """JSON of one question, and the page."""
+    done = _run(folder, question, "--quick")
+    assert done.returncode == 0, done.stderr
+    (found,), (page,) = (list((folder / "results").glob(f"*.{kind}")) for kind in ("json", "md"))
+    assert "Not finished" not in page.read_text(), page.read_text()
+    answer: dict[str, Any] = json.loads(found.read_text())["questions"][question]["data"]
+    return answer, page.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -94,25 +111,42 @@ def test_an_unknown_question_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_what_travels_comes_back_the_same_by_perdure_itself(tmp_path: Path) -> None:
     """The peers are not installed here: of them the page says so."""
-    done = _run(tmp_path, "travel", "--quick")
-    assert done.returncode == 0, done.stderr
-    (found,), (page,) = (list((tmp_path / "results").glob(f"*.{kind}")) for kind in ("json", "md"))
-    assert "Not finished" not in page.read_text()
-    rows = json.loads(found.read_text())["questions"]["travel"]["data"]
+    rows, _ = _answers(tmp_path, "travel")
     wanted = {
         f"{client} / {cell}" for client in TRAVELLERS for cell in ("large / up", "large / down", "small / up", "small / down")
     }
     assert wanted <= set(rows)
 
 
+def test_ranks_are_asked_about_every_engine_and_about_many() -> None:
+    show = "from benchmarks.__main__ import APART; print(*APART['ranks'])"
+    done = subprocess.run([sys.executable, "-c", show], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [*RANKS, "coordination"]
+
+
 @pytest.mark.chaos
-def test_ranks_save_restore_and_reshard_in_every_row_and_many_are_simulated(tmp_path: Path) -> None:
-    done = _run(tmp_path, "ranks", "--quick")
-    assert done.returncode == 0, done.stderr
-    (found,), (page,) = (list((tmp_path / "results").glob(f"*.{kind}")) for kind in ("json", "md"))
-    assert "Not finished" not in page.read_text()
-    answers = json.loads(found.read_text())["questions"]
-    assert list(answers) == ["ranks", "coordination"]
-    rows = answers["ranks"]["data"]
-    assert set(rows["worlds"]) == {"1", "2", "4"}
-    assert [len(one["rows"]["Perdure, in a run"]["others"][0]["read"]) for one in rows["resharded"].values()] == [4, 2]
+def test_many_ranks_are_simulated(tmp_path: Path) -> None:
+    found, page = _answers(tmp_path, "coordination")
+    assert found["leaves"] == 16 * 30
+    assert "A simulation of 16 ranks on one machine" in page
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("question", RANKS)
+def test_ranks_save_restore_and_reshard_in_every_row(tmp_path: Path, question: str) -> None:
+    data, page = _answers(tmp_path, question)
+    assert (set(data["worlds"]), list(data["resharded"])) == ({"1", "2"}, ["1 to 2", "2 to 1"])
+    for world, one in data["worlds"].items():
+        assert {kind: set(found["rows"]) for kind, found in one.items()} == RANKS[question]
+        for rows in (found["rows"] for found in one.values()):
+            assert all(rows[name]["saves"] for name in rows if name != UNIVERSAL)
+            assert all(len(rows[name]["loads"][0]["read"]) == int(world) for name in rows)
+    for change, one in data["resharded"].items():
+        for rows in (found["rows"] for found in one.values()):
+            read = {name: found["others"][0]["read"] for name, found in rows.items() if found["others"]}
+            assert set(read) == set(rows) - {OWN}
+            assert {len(by_rank) for by_rank in read.values()} == {int(change[-1])}
+    told = [line for line in page.splitlines() if " | ZeRO " in line or " | DDP " in line or " | FSDP2 " in line]
+    peers = [line for line in told if PERDURE_RUN not in line and "PerdureWriter" not in line]
+    assert all("**Perdure is not first** in " in line or "Perdure is first in all" in line for line in peers)
+    assert (len(told), len(peers)) == {"ranks-ddp": (16, 12), "ranks-fsdp2": (16, 8), "ranks-zero": (20, 12)}[question]
