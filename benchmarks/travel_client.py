@@ -135,7 +135,7 @@ def _perdure(up: bool) -> Move:
 
 def _perdure_sent(up: bool) -> Move:
     """As `perdure`, but what was sent is not read back: the work that the others do."""
-    from perdure.training.travel.digest import Proof
+    from perdure.training.checkpoint.digest import Proof
 
     Proof.stored = lambda *_: True  # type: ignore[method-assign]  # in this process only
     return _perdure(up)

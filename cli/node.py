@@ -10,18 +10,21 @@ import time
 
 from perdure.cli import render
 from perdure.training import files
-from perdure.training.agent import roster
+from perdure.training.agent import courier, roster
 from perdure.training.agent.launch import for_trainers
 from perdure.training.agent.lock import end_process
 from perdure.training.checkpoint import lineage
 from perdure.training.config import RunConfig, load_config
-from perdure.training.errors import ConfigError, Stopped
+from perdure.training.errors import ConfigError, Stopped, StoreError
+from perdure.training.process import identify
+from perdure.training.storage.store import ObjectStore, open_store
+from perdure.training.travel.catch_up import catch_up
 
 POLL_SECS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="RUN.TOML", help="describes the run, as on node 0; its run directory is shared")
+    parser.add_argument("config", metavar="RUN.TOML", help="describes the run, as on node 0")
     parser.add_argument("--node", type=int, required=True, metavar="K", help="which node this is, from 1")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting that finds the run")
 
@@ -53,12 +56,16 @@ class _Member:
         """Of the newest launch that we were in."""
         self.agent: subprocess.Popen[bytes] | None = None
         self.signalled = 0
+        self.store = None if config.launch.shared_disk else open_store(config.store_url, config.store)
+        self.trouble = ""
+        """Why the store cannot be reached."""
 
     def go(self) -> int:
         """The last step, once it is committed. Raises Stopped when the run is, or this process is asked to."""
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         self._say("waits for a launch")
         try:
+            self._catch_up()
             while not self._is_complete():
                 self._follow()
             return self._newest_step()
@@ -82,15 +89,55 @@ class _Member:
 
     def _follow(self) -> None:
         """Take part in the next launch, if there is one."""
-        call = roster.read_call(self.run)
-        if call is not None and roster.read_node(self.run, call.token, self.number) is None and not self.signalled:
-            self._clear_away(call.token)
-            self._take_part(call.token)
+        token = self._find_call()
+        if token and not self.signalled:
+            self._clear_away(token)
+            self._take_part(token)
             self._stop_with_the_run()
         if self.signalled:
             name = signal.Signals(self.signalled).name
             raise Stopped(f"node {self.number} was stopped by {name}", "the same command goes on")
         time.sleep(POLL_SECS)
+
+    def _find_call(self) -> int:
+        """Token of a launch that lacks this node; 0 for none."""
+        if self.store is not None:
+            return self._find_call_in(self.store)
+        call = roster.read_call(self.run)
+        return call.token if call and roster.read_node(self.run, call.token, self.number) is None else 0
+
+    def _find_call_in(self, store: ObjectStore) -> int:
+        """Without a shared disk: bring the call here, and take the place before any other machine does."""
+        try:
+            if self.token and not self.run.launch_end(self.token).exists() and courier.bring_end(self.run, self.token, store):
+                self._catch_up()
+            token = courier.open_call(store, self.number)
+            if token and not (self._catch_up() and courier.take_place(store, token, self.number, identify())):
+                token = 0
+            if token:
+                courier.Courier(self.run, token, self.number, store).exchange()
+            self._hear("")
+        except StoreError as error:
+            if not error.retryable:
+                raise
+            self._hear(str(error))
+            return 0
+        return token
+
+    def _catch_up(self) -> bool:
+        """Without a shared disk: what the store knows of the run."""
+        try:
+            return self.store is not None and catch_up(self.config, self.store, self._say)
+        except StoreError as error:
+            if not error.retryable:
+                raise
+            self._hear(str(error))
+            return False
+
+    def _hear(self, trouble: str) -> None:
+        if bool(trouble) != bool(self.trouble):
+            self._say(f"waits for the store: {trouble}" if trouble else "reaches the store again")
+        self.trouble = trouble
 
     def _clear_away(self, token: int) -> None:
         """What this node has left of an older launch, on this machine."""

@@ -102,14 +102,15 @@ def _chosen(target: Target, args: argparse.Namespace) -> list[CheckpointName]:
 
 def check(run: RunDir, name: CheckpointName, *, quick: bool, progress: render.Progress) -> Checked:
     """Look for all damage of one checkpoint and record what was found. A quick look that finds nothing proves too little."""
+    from perdure.training.checkpoint.parted import is_part
     from perdure.training.checkpoint.verify import verify_in_run
 
     started = time.monotonic()
     folder = run.checkpoint(name)
     threads = len(os.sched_getaffinity(0))
-    damage = verify_in_run(run, name, deep=not quick, progress=progress.at, threads=threads)
+    damage, part = verify_in_run(run, name, deep=not quick, progress=progress.at, threads=threads), is_part(run, name)
     seconds = time.monotonic() - started
-    note = _record(run, name, damage) if damage or not quick else ""
+    note = _record(run, name, damage) if damage or not (quick or part) else "read here and from the store" * part
     return Checked(name=name, damage=damage, seconds=seconds, bytes=sum(sizes_in(folder).values()), note=note)
 
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from perdure.tasks.verify import prove
 from perdure.training import events, files
+from perdure.training.agent.courier import beats
 from perdure.training.checkpoint import catalog, facts, manifest
-from perdure.training.checkpoint.lineage import LaunchRecord
-from perdure.training.checkpoint.run_info import create_run_info, follow_store, read_run_info
+from perdure.training.checkpoint.lineage import LaunchRecord, read_launches
+from perdure.training.checkpoint.run_info import create_run_info, follow_store, keep_in_parts, read_run_info
 from perdure.training.config import RunConfig, changed_settings
-from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, StoreError
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, RunBusy, StoreError
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
+from perdure.training.travel.catch_up import catch_up
 from perdure.training.travel.fence import claim_run, take_token
 from perdure.training.travel.places import reading_order
 from perdure.training.travel.pull import pull_from
@@ -36,7 +38,9 @@ def open_run(config: RunConfig, store: ObjectStore | None, *, replan: bool) -> S
     run = config.directory
     files.make_dirs(run.checkpoints)
     files.make_dirs(run.launches)
-    if not run.run_json.exists():
+    if store is not None and not config.launch.shared_disk:
+        _open_in_parts(config, run, store)
+    elif not run.run_json.exists():
         _adopt_or_create(config, run, store)
     if before := follow_store(run, config):
         events.record(
@@ -46,6 +50,21 @@ def open_run(config: RunConfig, store: ObjectStore | None, *, replan: bool) -> S
     if resume is not None:
         _check_settings(config, run, resume, replan)
     return Start(run_id=read_run_info(run).id, resume=resume)
+
+
+def _open_in_parts(config: RunConfig, run: RunDir, store: ObjectStore) -> None:
+    """The store has the last word of everything. Raises StoreError, RunBusy where node 0 lives on another machine."""
+    ours = max(read_launches(run), default=0)
+    if catch_up(config, store, lambda text: events.record(run, "notice", text=text[:2000])):
+        newest = max(read_launches(run), default=0)
+        if newest > ours and beats(store, newest, config.launch.node_timeout):
+            host = read_launches(run)[newest].host
+            raise RunBusy(f"{store.url}: node 0 of launch {newest} is alive on {host}", "stop it there first")
+        return
+    if not run.run_json.exists():
+        _create(config, run)
+    claim_run(run, store)
+    keep_in_parts(run, config)
 
 
 def _adopt_or_create(config: RunConfig, run: RunDir, store: ObjectStore | None) -> None:
@@ -60,8 +79,7 @@ def _adopt_or_create(config: RunConfig, run: RunDir, store: ObjectStore | None) 
         except CheckpointNotFound:
             if run.run_json.exists():
                 return
-    info = create_run_info(run, config)
-    events.record(run, "run_created", id=info.id, name=info.name, steps=info.steps, chunk=info.chunk)
+    _create(config, run)
     if store is not None:
         try:
             claim_run(run, store)
@@ -70,6 +88,11 @@ def _adopt_or_create(config: RunConfig, run: RunDir, store: ObjectStore | None) 
                 run.run_json.unlink()
                 raise
             events.record(run, "push_failed", step=0, error=error.in_one_line()[:1000], retryable=True)
+
+
+def _create(config: RunConfig, run: RunDir) -> None:
+    info = create_run_info(run, config)
+    events.record(run, "run_created", id=info.id, name=info.name, steps=info.steps, chunk=info.chunk)
 
 
 def _newest_good(run: RunDir) -> CheckpointName | None:
@@ -111,4 +134,5 @@ def next_token(config: RunConfig, store: ObjectStore | None, start: Start) -> La
         created=time.time(),
         host=socket.gethostname(),
         pid=os.getpid(),
+        store_needed=not config.launch.shared_disk,
     )

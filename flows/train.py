@@ -4,9 +4,9 @@ committed, restart what fails. It may die at any line and be replaced; all it kn
 import contextvars
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
@@ -25,17 +25,20 @@ from perdure.tasks.notify import notify
 from perdure.tasks.pulse import LAUNCHED, pulse
 from perdure.tasks.push import push, store_of
 from perdure.tasks.train_chunk import LaunchEnded, train_chunk
-from perdure.tasks.verify import verify
+from perdure.tasks.verify import prove, verify
 from perdure.training import events
 from perdure.training.agent.launch import END_MARGIN_SECS, Trainer
 from perdure.training.agent.lock import RunLock
 from perdure.training.checkpoint import catalog, facts, lineage
 from perdure.training.checkpoint.lineage import LaunchEnd
+from perdure.training.checkpoint.parted import is_part
 from perdure.training.config import RunConfig, load_config
-from perdure.training.errors import ConfigError, NotReplicated, PerdureError, Stopped, TrainingFailed
+from perdure.training.errors import ConfigError, NotReplicated, PerdureError, Stopped, StoreError, TrainingFailed
 from perdure.training.run_dir import CheckpointName
 
+_Result = TypeVar("_Result")
 FINAL_PUSH_TRIES = 3
+STORE_RETRY_SECS = 2.0
 SAME_COMMAND = "the same command goes on"
 AFTER_TRAINING_SECS = 600.0
 """How long the user's own code may run after the last step."""
@@ -58,7 +61,7 @@ class _Drive:
 
     def go(self) -> dict[str, Any]:  # Any: JSON values
         while True:
-            start = open_run(self.config, self.store, replan=self.replan)
+            start = self.reached(lambda: open_run(self.config, self.store, replan=self.replan))
             self.tell()
             self.reconcile()
             if start.step >= self.config.run.steps:
@@ -66,11 +69,27 @@ class _Drive:
             end = self.launch(start)
             if end.reason == "complete":
                 return self.finish()
+            if end.error_class == "corrupt" and start.resume and is_part(self.run, start.resume):
+                prove(self.run, start.resume, whole=True)
             self.after(end)
+
+    def reached(self, act: Callable[[], _Result]) -> _Result:
+        """Where nodes share no disk nothing begins without the store: wait for it as long as for another node."""
+        deadline, said = time.monotonic() + self.config.launch.startup_timeout, False
+        while True:
+            try:
+                return act()
+            except StoreError as error:
+                if self.config.launch.shared_disk or not error.retryable or time.monotonic() > deadline:
+                    raise
+                if not said:
+                    events.record(self.run, "notice", text=f"waits for the store: {error.in_one_line()}"[:2000])
+                said = True
+                self._pause(STORE_RETRY_SECS)
 
     def launch(self, start: Start) -> LaunchEnd:
         """One launch, from `start` to its end, however it ends."""
-        record = next_token(self.config, self.store, start)
+        record = self.reached(lambda: next_token(self.config, self.store, start))
         trainer = Trainer.start(
             self.config,
             self.overrides,
@@ -120,7 +139,8 @@ class _Drive:
     def reconcile(self, names: Iterable[CheckpointName] | None = None) -> None:
         """Submit what is missing: a proof for each committed checkpoint (or of `names`), then its copy in the store."""
         for name in lineage.lineage(self.run) if names is None else names:
-            proof = self._job("verify", str(name)) if facts.read_fact(self.run, name, "local") is None else None
+            unproven = facts.read_fact(self.run, name, "local") is None and not is_part(self.run, name)
+            proof = self._job("verify", str(name)) if unproven else None
             if (
                 self.store is not None
                 and facts.read_fact(self.run, name, "store") is None

@@ -9,17 +9,21 @@ from prefect.cache_policies import NO_CACHE
 from perdure.tasks import background
 from perdure.training import events
 from perdure.training.checkpoint import verify as checker
+from perdure.training.checkpoint.parted import is_part
 from perdure.training.errors import CheckpointNotFound
 from perdure.training.run_dir import CheckpointName, RunDir
 
 
-def prove(run: RunDir, name: CheckpointName, *, threads: int = 1) -> bool:
-    """True when it is good; a damaged one is quarantined by the recorded fact, and the run's log says why."""
-    began = time.monotonic()
+def prove(run: RunDir, name: CheckpointName, *, threads: int = 1, whole: bool = False) -> bool:
+    """True when it is good; a damaged one is quarantined by the recorded fact, and the run's log says why. Of one that is here
+    in part, good is that it can be read, unless the `whole` is to be."""
+    began, part = time.monotonic(), is_part(run, name)
     try:
-        fact = checker.check(run, name, threads=threads)
+        fact = checker.check(run, name, threads=threads, whole=whole)
     except CheckpointNotFound:
         return False  # pruned meanwhile
+    if fact.result == "good" and part:
+        return True
     if fact.result == "good":
         events.record(run, "verified", step=name.step, name=str(name), seconds=round(time.monotonic() - began, 3))
         return True

@@ -34,6 +34,9 @@ class Machines:
     def address(self, node: int) -> str:
         return f"{_NET}.{node + 1}"
 
+    outside = f"{_NET}.254"
+    """At which both reach what is neither of them."""
+
     def within(self, node: int) -> list[str]:
         """Words that start a command on that machine."""
         hostname = f'hostname {self.name(node)}; exec "$@"'
@@ -50,6 +53,7 @@ class Machines:
         bridge = f"{self._mark}b"
         ip("link", "add", bridge, "type", "bridge")
         ip("link", "set", bridge, "up")
+        ip("addr", "add", f"{self.outside}/24", "dev", bridge)
         for node in (0, 1):
             space, cable = self.name(node), f"{self._mark}v{node}"
             ip("netns", "add", space)

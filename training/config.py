@@ -146,6 +146,11 @@ def _check(document: _Document, where: str) -> None:
             f"notify.slack_api = {document.notify.slack_api!r} is not a URL",
             "leave it out",
         ),
+        (
+            bool(document.store.url) or document.launch.shared_disk,
+            "launch.shared_disk = false needs a store.url",
+            "name a bucket, or a folder that all nodes see: without a shared disk checkpoints are there only",
+        ),
         ("@" not in document.notify.slack_api, "notify.slack_api holds a user name or password", "leave it out"),
     ]
     wrong = (

@@ -22,6 +22,8 @@ class LaunchSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Machines; all but node 0 run `perdure node`."""
     address: str = ""
     """Name or IPv4 address at which the other nodes reach node 0; empty: its host name."""
+    shared_disk: bool = True
+    """Whether all nodes see one run directory; if not, each has its own, and checkpoints are in the store."""
     node_timeout: float = 30.0
     """Seconds without a sign of life of another node after which it counts as gone."""
     launcher: Literal["auto", "torchrun", "deepspeed", "srun", "command"] = "auto"
@@ -42,6 +44,11 @@ class LaunchSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def world(self) -> int:
         """Ranks on all nodes."""
         return self.nodes * self.processes
+
+    @property
+    def nodes_here(self) -> int:
+        """Nodes whose checkpoints lie on the disk of this one."""
+        return self.nodes if self.shared_disk else 1
 
     @property
     def started_by(self) -> str:
@@ -81,6 +88,8 @@ def _wrong_nodes(launch: LaunchSection) -> Iterator[tuple[str, str]]:
     if launch.nodes > 1 and launch.launcher not in ("auto", "torchrun"):
         fix = "leave launch.launcher out: each node starts its own ranks"
         yield f'launch.nodes = {launch.nodes} and launch.launcher = "{launch.launcher}" exclude each other', fix
+    if launch.nodes == 1 and not launch.shared_disk:
+        yield "launch.shared_disk = false and launch.nodes = 1 exclude each other", "leave launch.shared_disk out"
     if re.search(r"[^\w.-]", launch.address):
         yield f"launch.address = {launch.address!r} is neither a name nor an IPv4 address", "write it without a port"
 

@@ -219,6 +219,8 @@ class RunDir:
     CHECKPOINTS_KEY = "checkpoints/"
     LAUNCHES_KEY = "launches/"
     PINS_KEY = "pins/"
+    NODES_KEY = "nodes/"
+    """What nodes that share no disk tell each other, launch by launch."""
 
     @staticmethod
     def checkpoint_key(name: CheckpointName, file: str) -> str:
@@ -227,6 +229,10 @@ class RunDir:
     @staticmethod
     def pin_key(label: str) -> str:
         return f"pins/{label}.json"
+
+    @classmethod
+    def node_key(cls, token: int, file: str) -> str:
+        return f"{cls.NODES_KEY}{token:04d}/{file}"
 
     @staticmethod
     def launch_key(token: int) -> str:

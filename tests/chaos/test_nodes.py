@@ -4,15 +4,21 @@ Each time the run ends with the bits of one that nobody disturbed."""
 import contextlib
 import json
 import os
+import re
+import secrets
+import shutil
 import signal
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import two_machines
+from conftest import BUCKET, S3Server
 from harness import LAUNCHED, PERDURE, Direct, Run, all_pids, wait_until
-from many_ranks import OtherNode, environment, ranks_run
+from many_ranks import OtherNode, OwnDisks, environment, ranks_run
 from two_machines import Machines
 
 from perdure.training.agent.lock import read_agent
@@ -136,6 +142,83 @@ def test_the_cable_is_cut_for_a_moment_and_nothing_ends(run: Run, machines: Mach
     assert node.process.wait(60) == 0
     assert run.digest() == digest
     assert {name.token for name in run.committed()} == {1}
+
+
+@contextlib.contextmanager
+def relayed(address: str, port: int) -> Iterator[int]:
+    """The port of this machine's loopback at another of its addresses; which port that is."""
+    with socket.create_server((address, 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # closed
+                while True:
+                    ours, theirs = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
+                    for one, other in ((ours, theirs), (theirs, ours)):
+                        threading.Thread(target=copy, args=(one, other), daemon=True).start()
+
+        def copy(one: socket.socket, other: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := one.recv(1 << 16):
+                    other.sendall(data)
+            with contextlib.suppress(OSError):
+                other.shutdown(socket.SHUT_RDWR)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def disks(tmp_path: Path, machines: Machines, s3_keys: S3Server) -> Iterator[OwnDisks]:
+    """Two machines with nothing between them but the network and an S3 server."""
+    port = int(s3_keys.endpoint.rpartition(":")[2])
+    with relayed(machines.outside, port) as reached:
+        there = [f"store.endpoint_url=http://{machines.outside}:{reached}", "store.region=us-east-1"]
+        more = ["launch.node_timeout=8", "launch.env.TINY_sleep=0.3"]
+        yield OwnDisks(tmp_path, "ddp", f"s3://{BUCKET}/nodes/{secrets.token_hex(6)}", *there, *more)
+
+
+@pytest.mark.timeout(600)
+def test_without_a_shared_disk_node_1_and_then_node_0_are_lost_and_bare_machines_go_on(
+    disks: OwnDisks, machines: Machines, digest: str
+) -> None:
+    run = disks.zero
+    first, lost = FirstNode(run, machines), disks.node(*machines.within(1))
+    wait_until(run.committed, "a checkpoint")
+    lost.lose(1)
+    shutil.rmtree(disks.one.dir.root)
+    node = disks.node(*machines.within(1))
+    wait_until(lambda: run.committed()[-1].token == 2, "one of the next launch")
+    told = (disks.one.dir.logs(2, 1) / "agent.log").read_text()
+    assert re.search(r"rank 1 read \d+ bytes of checkpoint \S+ from the store", told), told
+    first.kill()
+    saved = run.committed()
+    shutil.rmtree(run.dir.root)
+    first = FirstNode(run, machines)
+    assert first.process.wait(240) == 0
+    assert node.process.wait(60) == 0, node.log()
+    assert run.digest() == digest
+    assert set(saved) <= set(run.committed()), "what was committed is in the store"
+    assert not list(run.dir.checkpoint(saved[-1]).glob("*.pack")), "and stays there"
+    assert {name.token for name in lineage.lineage(run.dir)} == {1, 2, 3}
+
+
+def test_without_a_shared_disk_the_cable_is_cut_and_one_lineage_goes_on(
+    disks: OwnDisks, machines: Machines, digest: str
+) -> None:
+    run = disks.zero
+    run.settings += ["launch.step_timeout=10"]
+    first, node = FirstNode(run, machines), disks.node(*machines.within(1))
+    wait_until(run.committed, "a checkpoint")
+    machines.cut()
+    wait_until(lambda: lineage.read_end(run.dir, 1), "the launch has ended")
+    assert not lineage.read_end(disks.one.dir, 1), "which node 1 cannot know"
+    machines.heal()
+    wait_until(lambda: node.agent(2), "node 1 has joined the next one")
+    assert first.process.wait(240) == 0
+    assert node.process.wait(60) == 0, node.log()
+    assert run.digest() == digest
+    assert {name.token for name in run.committed()} == {1, 2}
+    assert run.committed() == sorted(lineage.lineage(run.dir)), "all of one lineage"
 
 
 def test_sigterm_to_node_1_stops_the_whole_run_with_its_state_saved(run: Run, machines: Machines, digest: str) -> None:

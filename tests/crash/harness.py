@@ -17,6 +17,7 @@ from perdure.training.checkpoint import catalog, lineage
 from perdure.training.config import load_config
 from perdure.training.process import ProcessId, identify
 from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.storage.store import open_store
 
 TINY, RANKS = (Path(__file__).parent / name for name in ("tiny", "ranks"))
 PERDURE = [sys.executable, "-m", "perdure.cli.main"]
@@ -204,9 +205,10 @@ class Direct:
 
         self.run.hold_again()
         config = load_config(self.run.toml, [*self.run.settings, *settings])
-        start = open_run(config, None, replan=replan)
+        store = None if config.launch.shared_disk else open_store(config.store_url, config.store)
+        start = open_run(config, store, replan=replan)
         self.lock = RunLock.acquire(self.run.dir, orphan_wait=20.0)
-        record = next_token(config, None, start)
+        record = next_token(config, store, start)
         self.trainer = Trainer.start(
             config,
             [*self.run.settings, *settings],

@@ -7,6 +7,7 @@ import shutil
 import signal
 import statistics
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,19 @@ def ranks_run(folder: Path, kind: str) -> Run:
     """The run of two ranks, `ddp` or `fsdp2`, in a folder of its own."""
     shutil.copytree(RANKS, folder / kind)
     return Run(folder / kind / "run.toml", f"params.kind={kind}", "params.name_at=8")
+
+
+class OwnDisks:
+    """A run of two nodes without a shared disk, as each of them sees it. Here their directories lie side by side."""
+
+    def __init__(self, folder: Path, kind: str, store: str, *settings: str) -> None:
+        found = ranks_run(folder, kind)
+        common = [*found.settings, "launch.nodes=2", "launch.processes=1", "launch.shared_disk=false", f"store.url={store}"]
+        self.zero, self.one = (Run(found.toml, *common, *settings, f"run.dir=disk-{number}") for number in (0, 1))
+
+    def node(self, *within: str) -> "OtherNode":
+        """`perdure node` with the disk that it has, or a bare one."""
+        return OtherNode(self.one, *within, settings=self.one.settings)
 
 
 def tracing(run: Run) -> str:
@@ -120,12 +134,13 @@ def _mean_loss(ranks: list[dict[str, Any]]) -> float:
 
 
 class OtherNode:
-    """`perdure node` for node 1 of a run, on this machine; `within`: words that start it elsewhere."""
+    """`perdure node` for node 1 of a run, on this machine; `within`: words that start it elsewhere; `settings` of its own."""
 
-    def __init__(self, run: Run, *within: str) -> None:
+    def __init__(self, run: Run, *within: str, settings: Sequence[str] = ()) -> None:
         self.run, self._log = run, run.toml.parent / "node-1.log"
         with open(self._log, "ab") as log:
             words = [*within, *PERDURE, "node", str(run.toml), "--node", "1", "--set", "launch.nodes=2"]
+            words += [part for text in settings for part in ("--set", text)]
             self.process = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
         LAUNCHED.append(self)
 

@@ -132,6 +132,7 @@ WRONG = {
     "launch.nodes=0": "launch.nodes = 0 is out of range",
     "launch.address=tcp://n0:29500": "launch.address = 'tcp://n0:29500' is neither a name nor an IPv4 address",
     "launch.node_timeout=0": "launch.node_timeout = 0.0 is out of range",
+    "launch.shared_disk=false": "launch.shared_disk = false needs a store.url",
     "launch.processes=129": "launch.processes = 129 is out of range",
     "launch.launcher=mpi": "launch.launcher",
     "launch.launcher=command": "launch.command starts no rank: {module} is not in it",
@@ -185,6 +186,12 @@ def test_wrong_setting_is_refused_by_value(assignment: str, toml: Path) -> None:
 )
 def test_refusal_says_what_was_meant(assignment: str, fix: str, toml: Path) -> None:
     assert fix in refusal(toml, assignment).hint
+
+
+def test_one_node_shares_its_disk_with_nobody(toml: Path) -> None:
+    error = refusal(toml, "launch.shared_disk=false", "store.url=copies")
+    assert "launch.shared_disk = false and launch.nodes = 1 exclude each other" in str(error)
+    assert not load_config(toml, ["launch.shared_disk=false", "store.url=copies", "launch.nodes=2"]).launch.shared_disk
 
 
 def test_params_that_only_sound_like_a_secret_are_none(toml: Path) -> None:

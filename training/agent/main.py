@@ -14,12 +14,14 @@ import msgspec
 
 from perdure.training import events, files, slots
 from perdure.training.agent import descendants, ending, extension_locks, roster
+from perdure.training.agent.courier import Apart, Courier
 from perdure.training.agent.ranks import Meeting, Ranks
 from perdure.training.agent.room import Room
 from perdure.training.agent.roster import Call, Held, Others
 from perdure.training.agent.savers import Savers
 from perdure.training.agent.watch import Deadlines
 from perdure.training.checkpoint.lineage import LaunchEnd, write_end
+from perdure.training.checkpoint.run_info import run_store
 from perdure.training.config import RunConfig, load_config
 from perdure.training.process import identify
 from perdure.training.run_dir import CheckpointName
@@ -35,6 +37,8 @@ SETTLE_SECS = 5.0
 """For other nodes to say which steps they have, and why their ranks ended."""
 SALVAGE_SECS = 3.0
 """What a rank killed at the end of its grace left in memory is given so long; launch.END_MARGIN_SECS is more."""
+LAST_WORDS_SECS = 2.0
+"""For other nodes to be told how this one ended, where no disk is shared."""
 LEASE_NOTED_SECS = 1.0
 """Shorter waits between two chunks are the flow's turn."""
 MAX_SLOW = 8
@@ -70,7 +74,11 @@ class Agent:
         self.ranks = Ranks(self.run, config, token, resume, launch.replan, self.slots, node)
         self.room = Room(self.run, config, token)
         self.watch = Deadlines(config)
-        self.others = Others(self.run, token, config.launch)
+        self.courier = None if config.launch.shared_disk else Courier(self.run, token, node, run_store(self.run))
+        self.clock = self.courier.listened if self.courier else time.monotonic
+        """By which the silence of other nodes is measured."""
+        self.others = Others(self.run, token, config.launch, self.clock)
+        self._apart = Apart()
         self.signalled = False
         self.stop_reason = ""
         self.stop_deadline = float("inf")
@@ -204,6 +212,8 @@ class Agent:
         if state == self._state and now - self._published < PROGRESS_SECS:
             return
         self._published, self._state, self._counter = now, state, self._counter + 1
+        if self.courier and (text := self._apart.notice(self.courier.trouble)):
+            self.record("notice", text=text)
         try:
             self.write_progress(state)
         except OSError:
@@ -224,6 +234,8 @@ class Agent:
 
     def live(self) -> LaunchEnd:
         """Train until the ranks have ended and what they left in the slots is committed."""
+        if self.courier:
+            self.courier.start()
         self.gather()
         while self.ranks.is_alive():
             error_class, words = self.problem()  # of others, while ours are there
@@ -346,6 +358,8 @@ class Agent:
         self.savers.end()
         descendants.end_all()
         self.ranks.close()
+        if self.courier:
+            self.courier.end(LAST_WORDS_SECS)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from perdure.training import files
 from perdure.training.agent import descendants, roster
-from perdure.training.agent.main import Agent, Launch
+from perdure.training.agent.main import SALVAGE_SECS, Agent, Launch
 from perdure.training.agent.ranks import Meeting
 from perdure.training.agent.roster import Beat, Call, Caller, join, read_call
 from perdure.training.checkpoint.lineage import LaunchEnd, write_end
@@ -31,7 +31,7 @@ class NodeAgent(Agent):
         self.lifeline = False
         self._gone_with_node_0 = False
         """Our ranks were ended because those of node 0 were gone."""
-        self._caller = Caller(self.run, self.token, self.config.launch.node_timeout)
+        self._caller = Caller(self.run, self.token, self.config.launch.node_timeout, self.clock)
         self._process = identify()
         self.ranks.lease(ALL_STEPS)
 
@@ -76,16 +76,20 @@ class NodeAgent(Agent):
         if self.ranks.left:
             return
         self.tell_held()
-        while (settled := roster.read_settled(self.run, self.token)) is None and not self._caller.over():
+        while (settled := roster.read_settled(self.run, self.token)) is None and not self._is_over():
             self.turn()
         self.save_settled(settled.step if settled else 0)
+
+    def _is_over(self) -> bool:
+        """Node 0 has said so, or is gone; or we were asked to stop and it cannot be heard."""
+        return bool(self._caller.over()) or time.monotonic() > self.stop_deadline + SALVAGE_SECS
 
     def why_gone(self) -> tuple[str, str]:
         """Node 0 knows better where its own went first."""
         return ("", "") if self._gone_with_node_0 else super().why_gone()
 
     def finish_saving(self) -> None:
-        while self.savers.busy and not self.savers.lost and not self._caller.over():
+        while self.savers.busy and not self.savers.lost and not self._is_over():
             self.turn()
 
     def blame_others(self) -> None:

@@ -64,8 +64,8 @@ class Room:
     @property
     def _state_bytes(self) -> int:
         """Of a checkpoint, as far as that is known before one is written: what ranks have in common is stored once. Other nodes
-        are taken to have as many pieces."""
-        pieces = self._config.launch.nodes * sum(pieces for _, pieces in self._told.values())
+        on this disk are taken to have as many pieces."""
+        pieces = self._config.launch.nodes_here * sum(pieces for _, pieces in self._told.values())
         return max(state - pieces for state, pieces in self._told.values()) + pieces
 
     @property

@@ -5,6 +5,7 @@ Liveness is a counter that somebody watches over time of its own; clocks of diff
 import json
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ from perdure.training.run_dir import CheckpointName, RunDir
 LOOK_SECS = 0.5
 """Between two looks at what lies on a shared disk."""
 _Record = TypeVar("_Record")
+Clock = Callable[[], float]
+"""Seconds."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,13 +100,13 @@ def join(run: RunDir, token: int, number: int, process: ProcessId) -> bool:
 
 
 class Pulse:
-    """Somebody else's counter: how long it has stood still while we watched."""
+    """Somebody else's counter: how long it has stood still while we watched, by a clock that goes while we can."""
 
-    def __init__(self) -> None:
-        self._last, self._since = -1, time.monotonic()
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock, self._last, self._since = clock, -1, clock()
 
     def still_secs(self, seen: int) -> float:
-        now = time.monotonic()
+        now = self._clock()
         if seen != self._last:
             self._last, self._since = seen, now
         return now - self._since
@@ -127,11 +130,11 @@ def listen(launch: LaunchSection) -> socket.socket:
 class Others:
     """The other nodes of a launch, as node 0 sees them."""
 
-    def __init__(self, run: RunDir, token: int, launch: LaunchSection) -> None:
+    def __init__(self, run: RunDir, token: int, launch: LaunchSection, clock: Clock = time.monotonic) -> None:
         self._run, self._token, self._launch = run, token, launch
         self.numbers = range(1, launch.nodes)
         self._said, self._looked = ("", ""), 0.0
-        self._pulses = [Pulse() for _ in self.numbers]
+        self._pulses = [Pulse(clock) for _ in self.numbers]
 
     def call(self, call: Call) -> None:
         """Ask the other nodes to join."""
@@ -195,9 +198,9 @@ class Others:
 class Caller:
     """Node 0, as the others see it."""
 
-    def __init__(self, run: RunDir, token: int, timeout: float) -> None:
+    def __init__(self, run: RunDir, token: int, timeout: float, clock: Clock = time.monotonic) -> None:
         self._run, self._token, self._timeout = run, token, timeout
-        self._pulse = Pulse()
+        self._pulse = Pulse(clock)
         self._said, self._looked = "", 0.0
         self.end: LaunchEnd | None = None
         """What node 0 has said of it, once it is over."""

@@ -19,9 +19,10 @@ from perdure.training.checkpoint.audit import snapshots_digest
 from perdure.training.checkpoint.increment import choose_base
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.nodes import Node, Share
+from perdure.training.checkpoint.run_info import run_store
 from perdure.training.checkpoint.shared import Part, parts
 from perdure.training.checkpoint.writer import write_checkpoint
-from perdure.training.errors import CheckpointDamaged, PerdureError
+from perdure.training.errors import CheckpointDamaged, PerdureError, StoreError
 from perdure.training.process import die_with_parent, keep_freed_memory
 from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import CheckpointName, RunDir
@@ -40,12 +41,13 @@ def save(run: RunDir, request: Message, snapshots: Sequence[Snapshot], run_id: s
         if any(not snapshot.whole or snapshot.step != name.step for snapshot in snapshots):
             return {"failed": f"slot holds no whole snapshot of step {name.step}", "errno": 0, "path": ""}
         stored = parts(snapshots, request["threads"])
-        if not request["node"]:  # the others' disk is node 0's, which asks for all
-            raw_bytes = sum(entry.nbytes for part in stored for entry in part.entries)
-            make_room(run, request, raw_bytes * request["nodes"])
+        raw_bytes = sum(entry.nbytes for part in stored for entry in part.entries)
+        if not request["node"]:  # the others' disk is mostly node 0's, which asks for all
+            make_room(run, request, raw_bytes * (request["nodes"] if request["shared_disk"] else 1))
         manifest = write(run, run_id, name, request, stored)
     except OSError as error:
-        return {"failed": str(error), "errno": error.errno or 0, "path": str(error.filename or run.checkpoint(name))}
+        told = {"failed": str(error), "errno": error.errno or 0, "path": str(error.filename or run.checkpoint(name))}
+        return {**told, "away": isinstance(error, StoreError) and error.retryable}
     except PerdureError as error:
         return {"failed": str(error), "errno": 0, "path": str(run.checkpoint(name))}
     if manifest is None:
@@ -77,7 +79,15 @@ def write(run: RunDir, run_id: str, name: CheckpointName, request: Message, stor
     if request["nodes"] > 1:
         node, full = Node(request["node"], request["nodes"]), bool(request["full"])
         share = Share(
-            run=run, run_id=run_id, name=name, node=node, stored=stored, full=full, encoding=encoding, threads=threads
+            run=run,
+            run_id=run_id,
+            name=name,
+            node=node,
+            stored=stored,
+            full=full,
+            encoding=encoding,
+            threads=threads,
+            store=None if request["shared_disk"] else run_store(run),
         )
         return share.write()
     base = None if request["full"] else choose_base(run)

@@ -20,6 +20,7 @@ from perdure.training.wire import Message, Wire
 MAX_ATTEMPTS = 3
 RETRY_SECS = 1.0
 DISK_FULL_RETRY_SECS = 2.0
+AWAY_RETRY_SECS = 5.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 Record = Callable[..., None]
 """A kind of event and its data, token apart."""
@@ -65,6 +66,7 @@ class Savers:
             "stored": bool(config.store_url),
             "node": node,
             "nodes": config.launch.nodes,
+            "shared_disk": config.launch.shared_disk,
         }
         self._queue: list[_Pending] = []
         self._freed: list[tuple[int, ...]] = []
@@ -155,7 +157,8 @@ class Savers:
             if "failed" not in message:
                 self._on_saved(message)
             else:
-                self._on_failed(str(message["failed"]), int(message["errno"]), str(message["path"]))
+                away = bool(message.get("away"))
+                self._on_failed(str(message["failed"]), int(message["errno"]), str(message["path"]), away=away)
         self.work()
 
     def on_death(self) -> None:
@@ -185,9 +188,13 @@ class Savers:
         if "committed" in message:
             self._record("checkpoint_committed", name=message.pop("committed"), **message)
 
-    def _on_failed(self, problem: str, number: int, path: str) -> None:
+    def _on_failed(self, problem: str, number: int, path: str, *, away: bool = False) -> None:
+        """`away`: the store cannot be reached, of which others speak."""
         head = self._queue[0]
         head.running = False
+        if away:
+            head.attempts, head.not_before = 0, time.monotonic() + AWAY_RETRY_SECS
+            return
         if number in _NO_ROOM:
             head.attempts = 0
             head.not_before = time.monotonic() + DISK_FULL_RETRY_SECS

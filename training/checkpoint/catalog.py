@@ -11,6 +11,7 @@ from perdure.training import files
 from perdure.training.checkpoint import facts, manifest
 from perdure.training.checkpoint.lineage import follow, lineage, read_launches
 from perdure.training.checkpoint.manifest import Manifest
+from perdure.training.checkpoint.parted import holds_parts
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 from perdure.training.run_dir import MANIFEST, REPLACED_MANIFEST, CheckpointName, RunDir
 
@@ -35,7 +36,7 @@ class Listed:
     cold: tuple[str, ...] = ()
     """Those of `places` where it has to be thawed before it is read."""
     is_here: bool = True
-    """In the run directory; else only at `places`."""
+    """All of it is in the run directory; else only at `places`."""
 
     @property
     def in_store(self) -> bool:
@@ -97,6 +98,7 @@ def _describe(run: RunDir, name: CheckpointName, in_lineage: bool, sizes: Mappin
         places=facts.places_of(known),
         pruned=tuple(place for place, fact in known.items() if fact.result == facts.PRUNED),
         cold=tuple(place for place in facts.places_of(known) if known[place].storage_class),
+        is_here=found is None or all(sizes.get(one.name) == one.bytes for one in found.files) or not holds_parts(run),
     )
 
 

@@ -7,6 +7,7 @@ from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint.catalog import sizes_in
 from perdure.training.checkpoint.hold import hold
 from perdure.training.checkpoint.manifest import Manifest
+from perdure.training.checkpoint.parted import is_part
 from perdure.training.checkpoint.verify import Damage
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 from perdure.training.run_dir import CheckpointName, RunDir
@@ -58,7 +59,7 @@ def _look(folder: Path, found: Manifest | None, run_id: str, find: _Find) -> lis
     if found.run != run_id:
         return [Damage("manifest", f"{folder}: belongs to run {found.run:.100}, not to {run_id}")]
     sizes, damage = sizes_in(folder), []
-    for record in found.files:
+    for record in () if is_part(RunDir(folder.parent.parent), found.name) else found.files:
         size = sizes.get(record.name)
         if size != record.bytes:
             part = "pack" if record.name.endswith(".pack") else "index"

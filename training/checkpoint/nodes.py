@@ -1,13 +1,15 @@
 """A checkpoint of several nodes. Each offers what it has, all decide alike who stores what they have in common, each writes its
-packs and a record of them, and node 0 commits once the records of all are there.
+packs and a record of them, and node 0 commits once the records of all are there. Without a shared disk each stores its packs
+before it says so, and node 0 commits in the store.
 
 All of it lies in the checkpoint's folder, whose name has the launch's token: what an older launch left is never taken in. The
 agent ends the saver where it waits for a node that is gone."""
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -19,15 +21,18 @@ from perdure.training import files
 from perdure.training.checkpoint import derive
 from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint.audit import bytes_digest
+from perdure.training.checkpoint.hold import try_hold_alone
 from perdure.training.checkpoint.increment import choose_base, opened_base
 from perdure.training.checkpoint.manifest import FileRecord, Manifest
 from perdure.training.checkpoint.pack import IndexEntry, decode_index
 from perdure.training.checkpoint.reader import CheckpointReader
 from perdure.training.checkpoint.shared import Part, merged
+from perdure.training.checkpoint.shelf import Shelf, patiently
 from perdure.training.checkpoint.writer import Way, make_manifest, write_part
-from perdure.training.errors import CheckpointDamaged
+from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.slots import About
+from perdure.training.storage.store import ObjectStore
 
 POLL_SECS = 0.02
 _MOST_BYTES = 1 << 30
@@ -85,6 +90,8 @@ class Share:
     full: bool
     encoding: str
     threads: int
+    store: ObjectStore | None = None
+    """Where the nodes share no disk."""
 
     def write(self) -> Manifest | None:
         """Write this node's part, and on node 0 commit the whole: its manifest, else None. What a saver that died has written
@@ -97,7 +104,11 @@ class Share:
             return None
         with self._agreed_base() as base:
             offers = [_await(run.offer(name, other), Offer) for other in range(self.node.nodes)]
+            if number and self.store is not None:
+                clear_old(run, {name, base.manifest.name} if base else {name})
             records = self._write_packs(offers, base)
+            if shelf := self._shelf(name):
+                patiently(lambda: shelf.send(records))
             _tell(run.part(name, number), Written(name=str(name), files=records))
             return self._commit(offers, base) if number == 0 else None
 
@@ -114,10 +125,19 @@ class Share:
         if not mine.exists():
             _tell(mine, self._offer(""))
         base = _await(run.offer(name, 0), Offer).base
+        self._take_in(CheckpointName.parse(base))
         with opened_base(run, self.run_id, name, CheckpointName.parse(base)) as opened:
             if base and opened is None:
                 raise CheckpointDamaged(f"{name}: the base {base}, which all nodes write against, cannot be read here")
             yield opened
+
+    def _shelf(self, name: CheckpointName) -> Shelf | None:
+        return Shelf(self.run, self.store, name) if self.store is not None else None
+
+    def _take_in(self, base: CheckpointName | None) -> None:
+        """Where node 0's disk is not ours: its manifest; what it holds is read from the store."""
+        if base is not None and (shelf := self._shelf(base)) and not manifests.is_committed(self.run, base):
+            patiently(lambda: shelf.adopt(self.run_id))
 
     def _offer(self, base: str) -> Offer:
         with ThreadPoolExecutor(self.threads) as pool:
@@ -158,9 +178,11 @@ class Share:
                 raise CheckpointDamaged(f"{run.part(name, number)} is of checkpoint {written.name}", part="manifest")
             records += written.files
             for pack, index in zip(written.files[::2], written.files[1::2], strict=True):
-                entries += _entries(run.checkpoint(name), pack, index)
+                entries += self._entries(pack, index, afar=number > 0)
         about = merged([about for offer in offers for about in offer.abouts])
         manifest = make_manifest(self.run_id, name, about, records, entries, base)
+        if shelf := self._shelf(name):
+            manifest = patiently(functools.partial(shelf.commit, manifest))
         files.write_atomically(run.manifest(name), manifests.seal(manifest))
         return self._committed()
 
@@ -170,6 +192,32 @@ class Share:
             files.remove(self.run.offer(self.name, number), durable=False)
             files.remove(self.run.part(self.name, number), durable=False)
         return manifests.read(self.run.checkpoint(self.name))
+
+    def _entries(self, pack: FileRecord, index: FileRecord, *, afar: bool) -> tuple[IndexEntry, ...]:
+        """What a part holds, as it has arrived. Raises CheckpointDamaged where that is not what was written."""
+        folder, shelf = self.run.checkpoint(self.name), self._shelf(self.name) if afar else None
+        if shelf:
+            patiently(lambda: shelf.fetch_index(pack, index))
+        data = files.read_limited(folder / index.name, _MOST_BYTES)
+        whole = shelf or (folder / pack.name).stat().st_size == pack.bytes
+        if f"blake3:{blake3.blake3(data).hexdigest()}" != index.digest or not whole:
+            raise CheckpointDamaged(f"{folder / pack.name} is not what its node has written", part="pack")
+        return decode_index(data, pack.bytes, str(folder / index.name), increment=True)
+
+
+def clear_old(run: RunDir, needed: Collection[CheckpointName]) -> None:
+    """On a node other than 0, whose checkpoints are all in the store: in its directory stay those that are `needed`, the newest
+    beside them, and its base."""
+    there = sorted(name for path in run.checkpoints.iterdir() if (name := CheckpointName.parse(path.name)))
+    kept = {*needed, *[name for name in there if name not in needed][-1:]}
+    for name in list(kept):
+        with contextlib.suppress(CheckpointNotFound, CheckpointDamaged):
+            if (base := manifests.read(run.checkpoint(name)).base_name) is not None:
+                kept.add(base)
+    for name in set(there) - kept:
+        with try_hold_alone(run.checkpoint(name)) as alone:
+            if alone or not manifests.is_committed(run, name):
+                files.remove_tree(run.checkpoint(name))
 
 
 def _offered(part: Part, threads: int, pool: ThreadPoolExecutor) -> Iterator[Offered]:
@@ -209,14 +257,6 @@ def compared(offers: Sequence[Offer], node: int) -> tuple[set[str], set[str]]:
         elif node in holders and node != owner:
             elsewhere.add(path)
     return elsewhere, differing
-
-
-def _entries(folder: Path, pack: FileRecord, index: FileRecord) -> tuple[IndexEntry, ...]:
-    """What a part holds, as it has arrived here. Raises CheckpointDamaged where that is not what was written."""
-    data = files.read_limited(folder / index.name, _MOST_BYTES)
-    if f"blake3:{blake3.blake3(data).hexdigest()}" != index.digest or (folder / pack.name).stat().st_size != pack.bytes:
-        raise CheckpointDamaged(f"{folder / pack.name} is not what its node has written", part="pack")
-    return decode_index(data, pack.bytes, str(folder / index.name), increment=True)
 
 
 def _tell(path: Path, told: Offer | Written) -> None:

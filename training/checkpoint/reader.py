@@ -27,6 +27,7 @@ from perdure.training.checkpoint.pack import (
     derived_from,
     state_digest,
 )
+from perdure.training.checkpoint.parted import PartedSource, completed
 from perdure.training.checkpoint.room import Rooms, scratch
 from perdure.training.checkpoint.source import ByteSource, Extent, open_folder
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
@@ -98,12 +99,20 @@ class CheckpointReader:
             record = self._record(rank, "index")
             if record.bytes > MAX_STORED_INDEX:
                 raise CheckpointDamaged(f"{self.where}: {record.name} has {record.bytes} bytes, too many", part="index")
-            data = self.source.read(record.name, 0, record.bytes)
             base = self.base_entries(rank) if self.base is not None else None
-            found = read_index(self.manifest, rank, data, self.where, base)
+            found = self._read_index(record, rank, base)
             self._record(rank, "pack")
             self._ranks[rank] = found
         return self._ranks[rank]
+
+    def _read_index(self, record: FileRecord, rank: int, base: Mapping[str, IndexEntry] | None) -> Mapping[str, IndexEntry]:
+        data = self.source.read(record.name, 0, record.bytes)
+        try:
+            return read_index(self.manifest, rank, data, self.where, base)
+        except CheckpointDamaged:
+            if not self.source.distrust(record.name):
+                raise
+            return self._read_index(record, rank, base)
 
     def find(self, path: str, rank: int = 0) -> int:
         """The rank in whose pack this leaf of `rank` is: its own, or the first that has it. Raises KeyError where none has."""
@@ -201,14 +210,23 @@ class CheckpointReader:
         base = self._of_base(entry, number, rank, scratch(len(out), "base")) if blob.layout[0] == DELTA else None
         is_plain = blob.layout == (WHOLE, ((RAW, len(out)),))
         stored = out if is_plain else scratch(blob.stored, "stored")
-        count = self.source.read_into(self.manifest.files[2 * rank].name, blob.offset, stored)
-        check_blob(entry, blob, stored[:count], self.where)
+        self._read_stored(entry, blob, rank, stored)
         try:
             if not is_plain:
                 decode_blob(stored, blob.layout, entry.dtype, out, base)
         except ValueError as error:
             raise CheckpointDamaged(f"{self.where}: {entry.path} cannot be decoded: {error}", part=entry.path) from None
         return out
+
+    def _read_stored(self, entry: IndexEntry, blob: Blob, rank: int, out: memoryview) -> None:
+        pack = self.manifest.files[2 * rank].name
+        count = self.source.read_into(pack, blob.offset, out)
+        try:
+            check_blob(entry, blob, out[:count], self.where)
+        except CheckpointDamaged:
+            if not self.source.distrust(pack):
+                raise
+            self._read_stored(entry, blob, rank, out)
 
     def _of_base(self, entry: IndexEntry, number: int, rank: int, out: memoryview) -> memoryview:
         found = base_blob(entry, number, self.base_entries(rank))
@@ -228,6 +246,12 @@ class CheckpointReader:
         except CheckpointDamaged as error:
             raise CheckpointDamaged(f"{entry.path} is made from a damaged leaf: {error}", part=entry.path) from None
         return out
+
+    @property
+    def fetched(self) -> int:
+        """Bytes that were read from the store, of a checkpoint that is here only in part."""
+        own = self.source.fetched if isinstance(self.source, PartedSource) else 0
+        return own + (self.base.fetched if self.base is not None else 0)
 
     def close(self) -> None:
         self.source.close()
@@ -250,7 +274,7 @@ def open_checkpoint(folder: Path) -> CheckpointReader:
     except BaseException:
         source.close()
         raise
-    return CheckpointReader(manifest, source, str(folder), base)
+    return CheckpointReader(manifest, completed(manifest, source, folder), str(folder), base)
 
 
 def _open_base(manifest: Manifest, folder: Path) -> CheckpointReader | None:
@@ -268,7 +292,7 @@ def _open_base(manifest: Manifest, folder: Path) -> CheckpointReader | None:
     if problem:
         source.close()
         raise CheckpointDamaged(f"{folder}: its base {place} {problem}", part="base")
-    return CheckpointReader(found, source, str(place))
+    return CheckpointReader(found, completed(found, source, place), str(place))
 
 
 def check_is_base(manifest: Manifest, found: Manifest) -> str:

@@ -10,6 +10,7 @@ from perdure.training import files
 from perdure.training.config import RunConfig
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
 from perdure.training.run_dir import RunDir
+from perdure.training.storage.store import ObjectStore, open_store
 from perdure.training.store_settings import StoreSettings
 
 FORMAT = 1
@@ -33,6 +34,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     sse: Literal["", "AES256", "aws:kms"] = ""
     sse_kms_key: str = ""
     tags: dict[str, str] = {}
+    in_parts: bool = False
+    """Nodes share no disk: of a checkpoint this directory has what its node wrote, the rest is in the store."""
 
     @property
     def store(self) -> StoreSettings:
@@ -44,6 +47,19 @@ def with_store(info: RunInfo, url: str, settings: StoreSettings) -> RunInfo:
     """Of a pulled run: its copies go where it was found, not where somebody wrote into a bucket that they should go."""
     reached = {name: getattr(settings, name) for name in ("endpoint_url", "region", "addressing")}
     return msgspec.structs.replace(info, store_url=url, **reached)
+
+
+def run_store(run: RunDir) -> ObjectStore:
+    """Where its copies go, as run.json says. Raises CheckpointNotFound, CheckpointDamaged."""
+    info = read_run_info(run)
+    return open_store(info.store_url, info.store)
+
+
+def keep_in_parts(run: RunDir, config: RunConfig) -> None:
+    """From now on this directory may hold parts of checkpoints, the rest of which is where the run.toml says."""
+    info = msgspec.structs.replace(read_run_info(run), in_parts=True, **_store_of(config))
+    if info != read_run_info(run):
+        files.write_atomically(run.run_json, msgspec.json.encode(info))
 
 
 def create_run_info(run: RunDir, config: RunConfig) -> RunInfo:

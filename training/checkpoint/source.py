@@ -36,6 +36,11 @@ class ByteSource(Protocol):
 
     def read(self, file: str, offset: int, length: int) -> bytes: ...
     def read_into(self, file: str, offset: int, out: memoryview) -> int: ...
+
+    def distrust(self, file: str) -> bool:
+        """What was read of it is damaged: True where it will be read elsewhere from now on."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -93,6 +98,9 @@ class FolderSource:
             raise
         finally:
             os.close(fd)
+
+    def distrust(self, file: str) -> bool:
+        return False
 
     def close(self) -> None:
         for fd in self._open.values():

@@ -12,10 +12,11 @@ import xxhash
 
 from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint.codec import DELTA
-from perdure.training.checkpoint.facts import Fact, write_fact
+from perdure.training.checkpoint.facts import STORE, Fact, read_fact, write_fact
 from perdure.training.checkpoint.manifest import FileRecord
 from perdure.training.checkpoint.ordered import INLINE, in_order
 from perdure.training.checkpoint.pack import REFERENCE, IndexEntry, base_blob
+from perdure.training.checkpoint.parted import is_part
 from perdure.training.checkpoint.reader import CheckpointReader, check_blob, open_checkpoint
 from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
@@ -133,17 +134,35 @@ def verify_in_run(
     """As `verify_folder`, and the checkpoint must be this run's own: another run's, copied here, is whole but not ours."""
     folder = run.checkpoint(name)
     damage = verify_folder(folder, deep=deep, progress=progress, threads=threads)
-    if not damage and run.run_json.exists():
-        ours, theirs = read_run_info(run).id, manifests.read(folder).run
-        if ours != theirs:
-            damage.append(Damage("manifest", f"{folder}: belongs to run {theirs}, not to {ours}"))
-    return damage
+    return damage or _other_run(run, manifests.read(folder).run)
 
 
-def check(run: RunDir, name: CheckpointName, *, deep: bool = True, threads: int = 1) -> Fact:
-    """Verify the local copy and record the fact beside it. Raises CheckpointNotFound when it is gone."""
+def look_through(run: RunDir, name: CheckpointName) -> list[Damage]:
+    """As `verify_in_run` of one that is here in part: its indexes and the sizes of its packs. Each node has proven the bytes of
+    its own in the store, and a reader proves what it reads; more would be fetched for nobody."""
+    fact = read_fact(run, name, STORE)
+    if fact is not None and fact.result == "damaged":
+        return [Damage("pack", detail) for detail in fact.damage]
+    try:
+        with open_checkpoint(run.checkpoint(name)) as reader:
+            reader.check_state_digest()
+            return _other_run(run, reader.manifest.run)
+    except CheckpointDamaged as error:
+        return [Damage(error.part, str(error))]
+
+
+def _other_run(run: RunDir, theirs: str) -> list[Damage]:
+    if run.run_json.exists() and (ours := read_run_info(run).id) != theirs:
+        return [Damage("manifest", f"{run.root}: this checkpoint belongs to run {theirs}, not to {ours}")]
+    return []
+
+
+def check(run: RunDir, name: CheckpointName, *, deep: bool = True, threads: int = 1, whole: bool = False) -> Fact:
+    """Verify the local copy and record the fact beside it; of one that is here in part, look through it, or read the `whole`,
+    and record damage only. Raises CheckpointNotFound when it is gone."""
     folder = run.checkpoint(name)
-    damage = verify_in_run(run, name, deep=deep, threads=threads)
+    part = is_part(run, name)
+    damage = look_through(run, name) if part and not whole else verify_in_run(run, name, deep=deep, threads=threads)
     fact = Fact(
         copy="local",
         checked_at=time.time(),
@@ -153,7 +172,8 @@ def check(run: RunDir, name: CheckpointName, *, deep: bool = True, threads: int 
     )
     if not folder.is_dir():
         raise CheckpointNotFound(f"{folder} was removed while it was checked")
-    write_fact(run, name, fact)
+    if damage or not part:
+        write_fact(run, name, fact)
     return fact
 
 

@@ -117,6 +117,10 @@ class Snapshots:
                 seed_rng(loading.read(RNG).data, rank, self._generators)
             else:
                 self._exact_reasons += load_rng(loading.read, self._generators, tolerant=tolerant)
+            if reader.fetched:
+                stored = reader.manifest.stored_bytes + (reader.base.manifest.stored_bytes if reader.base else 0)
+                told = f"rank {rank} read {reader.fetched} bytes of checkpoint {name} from the store, which has {stored} of it"
+                self._link.say(notice=told)
         return int(own["step"])
 
     def _note_exactness(self, reader: CheckpointReader) -> None:

@@ -12,6 +12,7 @@ from perdure.training.checkpoint.lineage import LaunchRecord
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.pins import ByHand
 from perdure.training.checkpoint.run_info import RunInfo
+from perdure.training.checkpoint.shelf import CHECK_KEY
 from perdure.training.errors import CheckpointDamaged, ObjectNotFound, ObjectTooLarge
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.parallel import in_order
@@ -19,7 +20,6 @@ from perdure.training.storage.store import ObjectInfo, ObjectStore
 from perdure.training.travel.copies import Stored, read_manifest
 from perdure.training.travel.fence import read_remote_launch, remote_run_info, remote_tokens
 from perdure.training.travel.pins import remote_pins
-from perdure.training.travel.push import CHECK_KEY
 
 WIDTH = 4
 _MANIFEST_KEY = re.compile(re.escape(RunDir.CHECKPOINTS_KEY) + r"([0-9]+-[0-9]+)/" + re.escape(MANIFEST))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from perdure.training import files
 from perdure.training.checkpoint import facts, manifest
+from perdure.training.checkpoint.digest import Proof
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.manifest import MAX_MANIFEST, Manifest
 from perdure.training.checkpoint.pack import MAX_STORED_INDEX, IndexEntry
@@ -26,7 +27,6 @@ from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.parallel import by_size
 from perdure.training.travel.contents import read_remote_fact
 from perdure.training.travel.copies import Stored
-from perdure.training.travel.digest import Proof
 from perdure.training.travel.fetch import fetch
 from perdure.training.travel.thaw import needed
 

@@ -85,10 +85,18 @@ def record_launch(store: ObjectStore, record: LaunchRecord) -> bool:
 
 
 def take_token(
-    run: RunDir, store: ObjectStore | None, *, run_id: str, resumed_from: str | None, created: float, host: str, pid: int
+    run: RunDir,
+    store: ObjectStore | None,
+    *,
+    run_id: str,
+    resumed_from: str | None,
+    created: float,
+    host: str,
+    pid: int,
+    store_needed: bool = False,
 ) -> LaunchRecord:
     """The next token, ours alone here and in the store, which becomes this run's if it is new. A store that cannot be reached
-    is left out, and the notes say so."""
+    is left out, and the notes say so; where it is needed, StoreError is raised."""
     record = LaunchRecord(
         token=max(read_launches(run), default=0) + 1,
         resumed_from=resumed_from,
@@ -104,7 +112,7 @@ def take_token(
                 claim_run(run, store)
                 record = _take_remote(store, record)
             except StoreError as error:
-                if not error.retryable:
+                if not error.retryable or store_needed:
                     raise
                 store = None
                 record = msgspec.structs.replace(record, notes={"store": f"not reached: {str(error)[:500]}"})

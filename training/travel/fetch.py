@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from perdure.training import files
+from perdure.training.checkpoint.digest import Check, Piece, Proof, spans
 from perdure.training.errors import CheckpointDamaged, StoreError
 from perdure.training.storage.parallel import PARTS, SMALL, in_order, ranges
 from perdure.training.storage.store import ObjectStore
-from perdure.training.travel.digest import Check, Piece, Proof, spans
 
 Count = Callable[[int], None]
 """Called with the number of bytes that were fetched, or found."""

@@ -11,18 +11,19 @@ import msgspec
 
 from perdure.training import files
 from perdure.training.checkpoint import facts, verify
+from perdure.training.checkpoint.digest import Proof
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.hold import hold
 from perdure.training.checkpoint.manifest import Manifest
+from perdure.training.checkpoint.shelf import CHECK_KEY
 from perdure.training.checkpoint.upkeep import try_lock, try_upkeep
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound, ObjectNotFound, StoreConflict, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore
 from perdure.training.travel.copies import Local, State, Stored, entries_of
-from perdure.training.travel.digest import Proof
 from perdure.training.travel.fetch import fetch
 from perdure.training.travel.pull import pull
-from perdure.training.travel.push import CHECK_KEY, push
+from perdure.training.travel.push import push
 from perdure.training.travel.spool import spooled
 
 _MOST, _LONGEST = 20, 300

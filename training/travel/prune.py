@@ -12,6 +12,7 @@ from perdure.training.checkpoint.lineage import LaunchRecord, follow, read_launc
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.retention import Plan, plan
 from perdure.training.checkpoint.run_info import read_run_info
+from perdure.training.checkpoint.shelf import CHECK_KEY
 from perdure.training.errors import StoreConflict, StoreError
 from perdure.training.retention_settings import RetentionSection
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
@@ -20,7 +21,7 @@ from perdure.training.storage.store import ObjectInfo, ObjectStore
 from perdure.training.travel.contents import WIDTH, Contents, contents, list_remote, read_remote_fact
 from perdure.training.travel.fence import check_same_run
 from perdure.training.travel.pins import all_pins
-from perdure.training.travel.push import ABANDONED_SECS, CHECK_KEY
+from perdure.training.travel.push import ABANDONED_SECS
 
 ORPHAN_SECS = 86400.0
 """Age of the youngest of some files that no manifest names from which on they are nobody's: no push takes so long."""

@@ -151,7 +151,8 @@ class _Pull:
     def _as_reached(self, info: RunInfo) -> RunInfo:
         """run.json as found, but its copies go to the store that was named to us: nobody else gets our signed requests."""
         store = next((place.store for place in self._places if place.word == facts.STORE), None)
-        return with_store(info, store.url, store.settings) if store else with_store(info, "", StoreSettings())
+        whole = msgspec.structs.replace(info, in_parts=False)
+        return with_store(whole, store.url, store.settings) if store else with_store(whole, "", StoreSettings())
 
     def _report(self, text: str) -> None:
         logger.warning("%s", text)

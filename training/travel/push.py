@@ -13,22 +13,22 @@ import msgspec
 
 from perdure.training import files
 from perdure.training.checkpoint import facts, manifest
+from perdure.training.checkpoint.digest import Check, Proof
 from perdure.training.checkpoint.facts import Fact
 from perdure.training.checkpoint.lineage import lineage, read_launches
 from perdure.training.checkpoint.manifest import MAX_MANIFEST, FileRecord, Manifest
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.checkpoint.run_info import read_run_info
+from perdure.training.checkpoint.shelf import CHECK_KEY, lost_file
 from perdure.training.errors import CheckpointDamaged, NeedsThaw, ObjectNotFound, ObjectTooLarge, StoreConflict, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.parallel import by_size
 from perdure.training.storage.store import ObjectStore, ShouldStop, TransferStopped
 from perdure.training.travel import copies
-from perdure.training.travel.digest import Check, Proof
 from perdure.training.travel.fence import claim_run, record_launch
 from perdure.training.travel.mark import going
 from perdure.training.travel.pins import push_pins
 
-CHECK_KEY = "check.json"
 ABANDONED_SECS = 7 * 86400
 """Age at which an unfinished upload is dropped: nobody came back to go on with it."""
 PushProgress = Callable[[int, int], None]
@@ -122,11 +122,8 @@ class _Push:
         done, by what is missing: in this order."""
         self._refuse_going(*(one.name for one in wanted))
         for one in wanted:
-            there = {item.key: item.size for item in self._store.list(RunDir.checkpoint_key(one.name, ""))}
-            sizes = {record.name: record.bytes for record in one.files} | {MANIFEST: len(manifest.seal(one))}
-            for file, size in sizes.items():
-                if there.get(RunDir.checkpoint_key(one.name, file)) != size:
-                    raise self._lost(one.name, file)
+            if file := lost_file(self._store, one):
+                raise self._lost(one.name, file)
 
     def _prove_rolled_up(self, there: Manifest) -> None:
         """The store has a full that was made of our increment: nothing to send, all of it to be read."""

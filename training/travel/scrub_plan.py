@@ -75,7 +75,11 @@ def survey(run: RunDir, places: Iterable[Stored]) -> Survey:
     """Every copy there is. A place that cannot be looked at is left out, and said. Raises StoreConflict where one is another
     run's."""
     here = {one.name: one for one in catalog.list_checkpoints(run)}
-    copies = [_copy(name, LOCAL, one.bytes_on_disk, facts.read_fact(run, name, LOCAL), one.base) for name, one in here.items()]
+    copies = [
+        _copy(name, LOCAL, one.bytes_on_disk, facts.read_fact(run, name, LOCAL), one.base)
+        for name, one in here.items()
+        if one.is_here
+    ]
     thawed = {(thaw.place, thaw.checkpoint) for thaw in read_thaws(run) if thaw.state == "thawed"}
     problems = {}
     for place in places:
