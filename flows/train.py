@@ -33,11 +33,21 @@ from perdure.training.checkpoint import catalog, facts, lineage
 from perdure.training.checkpoint.lineage import LaunchEnd
 from perdure.training.checkpoint.parted import is_part
 from perdure.training.config import RunConfig, load_config
-from perdure.training.errors import ConfigError, NotReplicated, PerdureError, Stopped, StoreError, TrainingFailed
+from perdure.training.errors import (
+    CheckpointDamaged,
+    ConfigError,
+    NotReplicated,
+    PerdureError,
+    Stopped,
+    StoreError,
+    TrainingFailed,
+)
 from perdure.training.run_dir import CheckpointName
 
 _Result = TypeVar("_Result")
 FINAL_PUSH_TRIES = 3
+LAST_TRIES = 3
+"""How often the end is trained again where the last checkpoint turns out to be damaged."""
 STORE_RETRY_SECS = 2.0
 SAME_COMMAND = "the same command goes on"
 AFTER_TRAINING_SECS = 600.0
@@ -60,15 +70,26 @@ class _Drive:
     # the chain
 
     def go(self) -> dict[str, Any]:  # Any: JSON values
+        for _ in range(LAST_TRIES):
+            self.train_all()
+            if done := self.finish():
+                return done
+        raise CheckpointDamaged(
+            f"{self.run.root}: the last checkpoint was damaged {LAST_TRIES} times in a row as soon as it was written",
+            hint="check disk and memory of this machine; the same command goes on from the newest good one",
+        )
+
+    def train_all(self) -> None:
+        """Launch after launch, until the last step is committed."""
         while True:
             start = self.reached(lambda: open_run(self.config, self.store, replan=self.replan))
             self.tell()
             self.reconcile()
             if start.step >= self.config.run.steps:
-                return self.finish()
+                return
             end = self.launch(start)
             if end.reason == "complete":
-                return self.finish()
+                return
             if end.error_class == "corrupt" and start.resume and is_part(self.run, start.resume):
                 prove(self.run, start.resume, whole=True)
             self.after(end)
@@ -220,8 +241,8 @@ class _Drive:
         self.tell()
         self.settle(deadline)
 
-    def finish(self) -> dict[str, Any]:  # Any: JSON values
-        """Everything is trained: prove and copy the rest, say so once."""
+    def finish(self) -> dict[str, Any] | None:  # Any: JSON values
+        """Everything is trained: prove and copy the rest, say so once. None when the last checkpoint is damaged."""
         for _ in range(FINAL_PUSH_TRIES):
             self.reconcile()
             self.settle(time.monotonic() + AFTER_TRAINING_SECS)
@@ -231,6 +252,8 @@ class _Drive:
             problem, curable = self._not_pushed(last)
             if not curable:
                 break
+        if facts.trust(self.run, last) == "quarantined":
+            return None
         manifest = catalog.manifest_of(self.run, last)
         if not any(
             event.kind == "completed" and event.data.get("digest") == manifest.state_digest for event in events.read(self.run)

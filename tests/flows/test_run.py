@@ -19,6 +19,7 @@ from prefect.client.schemas.filters import LogFilter
 from perdure.deployments import server
 from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.process import identify
+from perdure.training.run_dir import CheckpointName, rank_pack
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
@@ -142,6 +143,22 @@ def test_bug_in_user_code_stops_at_once_and_names_it_however_much_it_says(tmp_pa
     whole = (run.dir.root / "logs" / "launch-0001" / "rank-00000.log").read_text()
     assert "19999\n" in whole
     assert "x" * 2_000_000 in whole
+
+
+def test_last_checkpoint_damaged_before_its_proof_is_trained_again(run: Run, reference: str) -> None:
+    parent = run.start_held_at(37)
+    flow, last = run.flow(), CheckpointName(40, 1)
+    kill(flow, signal.SIGSTOP)  # it proves nothing until the damage is done
+    run.go_on()
+    wait_until(lambda: run.committed()[-1] == last, "the last step")
+    pack = run.dir.checkpoint(last) / rank_pack(0)
+    data = pack.read_bytes()
+    pack.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    kill(flow, signal.SIGCONT)
+    assert parent.wait(120) == 0, run.log()
+    assert [event.get("name") for event in run.events() if event["kind"] == "quarantined"] == [str(last)]
+    assert [event.get("name") for event in run.events() if event["kind"] == "completed"] == [str(CheckpointName(40, 2))]
+    assert run.digest() == reference
 
 
 def test_store_that_refuses_at_the_end_is_named_and_another_one_gets_all(run: Run, reference: str) -> None:
