@@ -232,7 +232,8 @@ def test_trace_of_a_cut_run_equals_the_reference_step_by_step(run: Run, tmp_path
     slow = {"slow_batch_at": 21, "sleep_in": "batch", "sleep_secs": 1.1, "die_at": 23, "die_how": "kill"}
     Direct(run).train_to_end([traced, *(f"launch.env.TINY_{name}={value}" for name, value in slow.items())])
     assert (run.committed()[-1].step, logged(run, 1)[-1][0]) == (20, 22)
-    Direct(run).train_to_end([traced])
+    Direct(run).train_to_end([traced, "launch.env.PYTHONWARNINGS=error"])
+    assert "Warning" not in (run.dir.logs(2) / "rank-00000.log").read_text()
     assert surviving(tmp_path / "a.jsonl") == surviving(tmp_path / "b.jsonl")
     curves = [Curve(one.dir, 40) for one in (whole, run)]
     for curve in curves:

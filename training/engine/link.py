@@ -49,6 +49,9 @@ class Link:
         self._longest = 0.0
         self._last_step = 0.0
 
+    def close(self) -> None:
+        self._wire.close()
+
     def say(self, **message: Any) -> None:  # Any: JSON values
         self._wire.send(message)
 

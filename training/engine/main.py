@@ -116,6 +116,8 @@ def main() -> int:
         cut = " [...]" if len(detail) > _DETAIL_CHARS else ""
         link.say(failed=classify(error), detail=detail[:_DETAIL_CHARS] + cut)
         return 1
+    finally:
+        link.close()
     return 0
 
 
