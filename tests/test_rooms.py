@@ -152,6 +152,20 @@ def test_files_named_in_passing_exist(page: Path) -> None:
     assert [name for name in named if not (HOUSE / name).exists()] == []
 
 
+# docs/cases.md
+
+
+def test_the_tests_of_every_case_are_there() -> None:
+    rows = re.findall(r"^- \*\*([A-Z]\d+)\*\* .+ \(\S+#\d+\): (.+)\.$", (HOUSE / "docs/cases.md").read_text(), re.MULTILINE)
+    assert len(dict(rows)) == len(rows) == (HOUSE / "docs/cases.md").read_text().count("\n- ") > 70
+    for case, tests in rows:
+        for file, names in re.findall(r"(tests/\S+\.py)((?:,? `\w+`)+)", tests):
+            text = (HOUSE / file).read_text()
+            gone = [name for name in re.findall(r"`(\w+)`", names) if f"def test_{name}(" not in text]
+            assert not gone, f"{case}: {file} has no longer {gone}"
+        assert tests.count("tests/") == len(re.findall(r"tests/\S+\.py(?:,? `\w+`)+", tests)), case
+
+
 # docs/configuration.md
 
 
