@@ -14,7 +14,7 @@ import xxhash
 import zstandard
 from snapshots import random_bytes
 
-from perdure.training.checkpoint.codec import RAW, WHOLE
+from perdure.training.checkpoint.layout import RAW, WHOLE
 from perdure.training.checkpoint.pack import leaf_digest
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder

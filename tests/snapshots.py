@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from perdure.training import files
-from perdure.training.checkpoint.codec import ITEM_SIZES
+from perdure.training.checkpoint.layout import ITEM_SIZES
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.plain import pack_plain
 from perdure.training.checkpoint.writer import write_checkpoint

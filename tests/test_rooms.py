@@ -52,13 +52,17 @@ def imported_by(names: list[str]) -> set[str]:
     ids=lambda value: "+".join(sorted(value)),
 )
 def test_room_imports_only_what_it_may(rooms: tuple[str, ...], absent: set[str]) -> None:
-    lazy = {f"perdure.training.storage.{name}" for name in ("s3", "s3_upload", "s3_errors", "s3_lane", "s3_cold")}
+    lazy = {f"perdure.training.storage.{name}" for name in ("s3", "s3_upload", "s3_errors", "s3_lane", "s3_cold", "s3_session")}
     assert not imported_by([name for name in modules(*rooms) if name not in lazy]) & absent
 
 
 def test_verbs_that_look_import_neither_torch_nor_prefect_nor_s3() -> None:
     verbs = [f"perdure.cli.{verb}" for verb in VERBS if verb != "run"]
     assert not imported_by(verbs) & (TORCH | PREFECT | BOTO)
+
+
+def test_a_pull_starts_without_numpy_for_it_decodes_nothing() -> None:
+    assert "numpy" not in imported_by(["perdure.cli.pull", "perdure.training.travel.pull"])
 
 
 def test_session_is_handed_on_lazily() -> None:

@@ -8,22 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure.training.checkpoint import planes
-from perdure.training.checkpoint.codec import (
-    CONSTANT,
-    DELTA,
-    EXPONENT,
-    FILL,
-    ITEM_SIZES,
-    PLANES,
-    RAW,
-    ROTATED,
-    WHOLE,
-    ZSTD,
-    EncodedBlob,
-    decode_blob,
-    encode_blob,
-    encode_delta,
-)
+from perdure.training.checkpoint.codec import EncodedBlob, decode_blob, encode_blob, encode_delta
+from perdure.training.checkpoint.layout import CONSTANT, DELTA, EXPONENT, FILL, ITEM_SIZES, PLANES, RAW, ROTATED, WHOLE, ZSTD
 from perdure.training.checkpoint.pack import BLOB_BYTES
 
 DTYPES = sorted(ITEM_SIZES)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import FIRST, Source, random_bytes, write
 
-from perdure.training.checkpoint.codec import ITEM_SIZES
 from perdure.training.checkpoint.diff import Change, LeafDiff, diff
+from perdure.training.checkpoint.layout import ITEM_SIZES
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.widen import distance, is_integer, widened, words_of
 from perdure.training.errors import CheckpointDamaged

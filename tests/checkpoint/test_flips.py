@@ -10,7 +10,9 @@ import zstandard
 from snapshots import FIRST, Source, random_bytes, small_source, write
 
 from perdure.training.checkpoint import catalog, facts
-from perdure.training.checkpoint.codec import CONSTANT, RAW, WHOLE, ZSTD, decode_blob, decompress
+from perdure.training.checkpoint.codec import decode_blob
+from perdure.training.checkpoint.frames import decompress
+from perdure.training.checkpoint.layout import CONSTANT, RAW, WHOLE, ZSTD
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.verify import check, verify_folder
 from perdure.training.errors import CheckpointDamaged

@@ -14,9 +14,9 @@ import pytest
 from snapshots import Source, item_bytes, random_bytes, small_source, write
 
 from perdure.training.checkpoint import codec, manifest, pack, plain
-from perdure.training.checkpoint.codec import ITEM_SIZES
 from perdure.training.checkpoint.derive import cast
 from perdure.training.checkpoint.facts import Fact
+from perdure.training.checkpoint.layout import DELTA, ITEM_SIZES
 from perdure.training.checkpoint.lineage import LaunchEnd, LaunchRecord
 from perdure.training.checkpoint.manifest import Base, FileRecord, Manifest
 from perdure.training.checkpoint.pack import BLOB_BYTES, DERIVED, REFERENCE, Blob, Derived, IndexEntry
@@ -83,7 +83,7 @@ def test_that_reader_reads_increments_differences_casts_and_twins(run: RunDir) -
     assert found.base is not None
     with open_checkpoint(run.checkpoint(found.name)) as reader:
         kinds = {blob.layout[0] for entry in reader.entries.values() for blob in entry.blobs}
-        assert {codec.DELTA, REFERENCE, DERIVED} < kinds
+        assert {DELTA, REFERENCE, DERIVED} < kinds
     ranks = mini_reader.read(run.checkpoint(found.name))
     for leaves, source in zip(ranks, (later, second), strict=True):
         assert {leaf[0]: leaf[-1] for leaf in leaves} == source.bytes

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import Source, item_bytes, write
 
-from perdure.training.checkpoint.codec import ITEM_SIZES
 from perdure.training.checkpoint.derive import cast
+from perdure.training.checkpoint.layout import ITEM_SIZES
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder
 from perdure.training.run_dir import CheckpointName, RunDir

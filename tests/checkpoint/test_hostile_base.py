@@ -17,7 +17,7 @@ from forging import blob, forge, lay, leaf, packed, refused
 from snapshots import Source, random_bytes, write
 
 from perdure.training.checkpoint import manifest
-from perdure.training.checkpoint.codec import DELTA, RAW, WHOLE
+from perdure.training.checkpoint.layout import DELTA, RAW, WHOLE
 from perdure.training.checkpoint.pack import DERIVED, NOTHING, REFERENCE
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder

@@ -14,7 +14,7 @@ import zstandard
 from forging import CONTENT, MIB, Exploding, blob, lay, leaf, packed, refused, streamed
 from snapshots import FIRST, small_source, write
 
-from perdure.training.checkpoint.codec import CONSTANT, RAW, WHOLE, ZSTD
+from perdure.training.checkpoint.layout import CONSTANT, RAW, WHOLE, ZSTD
 from perdure.training.checkpoint.pack import MAX_INDEX, decode_index, encode_index, leaf_digest
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.source import FolderSource

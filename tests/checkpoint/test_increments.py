@@ -10,9 +10,9 @@ from snapshots import RUN_ID, Source, random_bytes, small_source, write
 
 from perdure.training.checkpoint import blobs as blobs_module
 from perdure.training.checkpoint import writer as writer_module
-from perdure.training.checkpoint.codec import DELTA
 from perdure.training.checkpoint.hold import try_hold_alone
 from perdure.training.checkpoint.increment import choose_base
+from perdure.training.checkpoint.layout import DELTA
 from perdure.training.checkpoint.lineage import LaunchRecord, create_launch
 from perdure.training.checkpoint.manifest import Base
 from perdure.training.checkpoint.pack import BLOB_BYTES, DERIVED, REFERENCE

@@ -14,9 +14,9 @@ from perdure.training import files
 from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint import rollup
 from perdure.training.checkpoint.catalog import leftovers, list_checkpoints
-from perdure.training.checkpoint.codec import DELTA
 from perdure.training.checkpoint.facts import read_fact
 from perdure.training.checkpoint.hold import let_go, open_held
+from perdure.training.checkpoint.layout import DELTA
 from perdure.training.checkpoint.pack import DERIVED, REFERENCE
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.rollup import roll_up

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from snapshots import FIRST, Source, item_bytes, random_bytes, small_source, write
 
 from perdure.training.checkpoint import manifest
-from perdure.training.checkpoint.codec import ITEM_SIZES
+from perdure.training.checkpoint.layout import ITEM_SIZES
 from perdure.training.checkpoint.pack import BLOB_BYTES
 from perdure.training.checkpoint.plain import MAX_DEPTH, pack_plain, unpack_plain
 from perdure.training.checkpoint.reader import open_checkpoint

@@ -10,7 +10,7 @@ from forging import blob, forge, leaf, packed, refused
 from snapshots import Source, random_bytes, write
 
 from perdure.training.checkpoint import manifest
-from perdure.training.checkpoint.codec import ROTATED
+from perdure.training.checkpoint.layout import ROTATED
 from perdure.training.checkpoint.pack import REFERENCE, decode_index
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder

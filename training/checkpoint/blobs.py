@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import blake3
 import xxhash
 
-from perdure.training.checkpoint.codec import ITEM_SIZES, EncodedBlob, Layout, encode_blob, encode_delta
+from perdure.training.checkpoint.codec import EncodedBlob, encode_blob, encode_delta
+from perdure.training.checkpoint.layout import ITEM_SIZES, Layout
 from perdure.training.checkpoint.ordered import in_order
 from perdure.training.checkpoint.pack import (
     BLOB_BYTES,

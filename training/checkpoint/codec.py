@@ -11,43 +11,31 @@ import numpy as np
 import zstandard
 
 from perdure.training.checkpoint import planes as split
+from perdure.training.checkpoint.frames import decompress
+from perdure.training.checkpoint.layout import (
+    CONSTANT,
+    DELTA,
+    EXPONENT,
+    FILL,
+    FLOATS,
+    INTEGERS,
+    ITEM_SIZES,
+    PLANES,
+    RAW,
+    ROTATED,
+    WHOLE,
+    ZSTD,
+    Layout,
+    Plane,
+)
 from perdure.training.checkpoint.planes import Bytes
 from perdure.training.checkpoint.room import scratch
 
-WHOLE, PLANES, ROTATED, EXPONENT, FILL, DELTA = range(6)
-"""Transforms: the bytes as they are; a plane a byte; the same of words rotated left by a bit (format 1 only); exponent, top
-mantissa and sign, rest; one element, repeated; a plane a byte of the zigzag difference from the base's words."""
-RAW, ZSTD, CONSTANT = 0, 1, 2
-"""How a plane is stored."""
 _SMALLEST = 512
 """Bytes below which planes and frames cost more than they save."""
 _SAMPLES = 4
 """Pieces of a plane of which its coding is decided."""
 _ENTROPY = "entropy"
-_FLOATS = {
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex32": 2,  # each of its two parts
-    "complex64": 4,
-    "complex128": 8,
-}
-_INTEGERS = {"int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8}
-ITEM_SIZES = {
-    **_FLOATS,
-    **_INTEGERS,
-    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
-    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
-    "complex32": 4,
-    "complex64": 8,
-    "complex128": 16,
-    "plain": 1,
-}
-"""Bytes of one element of every dtype the format knows."""
-Plane = tuple[int, int]
-"""(how it is stored, stored bytes), from the most significant byte down."""
-Layout = tuple[int, tuple[Plane, ...]]
 _local = threading.local()
 
 
@@ -84,7 +72,7 @@ class EncodedBlob:
 
 
 def _word(dtype: str) -> int:
-    return _FLOATS.get(dtype) or _INTEGERS.get(dtype) or 1
+    return FLOATS.get(dtype) or INTEGERS.get(dtype) or 1
 
 
 def encode_blob(raw: memoryview, dtype: str, encoding: str) -> EncodedBlob:
@@ -97,7 +85,7 @@ def encode_blob(raw: memoryview, dtype: str, encoding: str) -> EncodedBlob:
     if width == 1 or len(raw) % width:
         return _encode(WHOLE, [split.as_words(raw, 1)], encoding)
     words = split.as_words(raw, width)
-    if dtype in _FLOATS:
+    if dtype in FLOATS:
         encoded = _encode(EXPONENT, split.split_exponent(words), encoding)
     else:
         encoded = _encode(PLANES, split.split_bytes(words), encoding)
@@ -224,9 +212,9 @@ def _is_possible(transform: int, planes: int, width: int, dtype: str, size: int)
     split_up = width > 1 and size >= _SMALLEST
     return {
         WHOLE: planes == 1,
-        PLANES: split_up and dtype in _INTEGERS and planes == width,
-        ROTATED: split_up and dtype in _FLOATS and planes == width,
-        EXPONENT: split_up and dtype in _FLOATS and planes == min(width, 3),
+        PLANES: split_up and dtype in INTEGERS and planes == width,
+        ROTATED: split_up and dtype in FLOATS and planes == width,
+        EXPONENT: split_up and dtype in FLOATS and planes == min(width, 3),
         FILL: planes == 1 and size >= _SMALLEST and size % ITEM_SIZES[dtype] == 0,
         DELTA: planes == width and size > 0,
     }.get(transform, False)
@@ -249,37 +237,3 @@ def _decode_plane(stored: memoryview, plane: Plane, size: int, number: int) -> A
         decompress(stored, out)
         return out
     raise ValueError("a plane of unknown kind or wrong size")
-
-
-def decompress(stored: bytes | memoryview, out: memoryview) -> None:
-    """One zstd frame that decodes to exactly as many bytes as `out` has, with nothing before or after it. Raises ValueError."""
-    try:
-        frame = zstandard.get_frame_parameters(stored)
-        if frame.content_size not in (len(out), zstandard.CONTENTSIZE_UNKNOWN):
-            raise ValueError(f"frame declares {frame.content_size} bytes, {len(out)} are expected")
-        if _frame_bytes(stored, frame.has_checksum) != len(stored):
-            raise ValueError("what is stored is not one frame")
-        with _decompressor().stream_reader(stored) as reader:
-            count = reader.readinto(out) + len(reader.read(1))
-    except zstandard.ZstdError as error:
-        raise ValueError(f"zstd: {error}") from None
-    if count != len(out):
-        raise ValueError(f"frame holds {count} bytes or more, {len(out)} are expected")
-
-
-def _frame_bytes(stored: bytes | memoryview, has_checksum: bool) -> int:
-    """Length of the frame that begins here, by the headers of its blocks (RFC 8878, 3.1.1.2)."""
-    at, is_last = zstandard.frame_header_size(stored), False
-    while not is_last and at < len(stored):
-        head = int.from_bytes(stored[at : at + 3], "little")
-        is_last, is_repeated = bool(head & 1), (head >> 1) & 3 == 1
-        at += 3 + (1 if is_repeated else head >> 3)
-    return at + (4 if has_checksum else 0)
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    """One per thread."""
-    if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor()
-    known: zstandard.ZstdDecompressor = _local.decompressor
-    return known

@@ -9,7 +9,8 @@ import msgspec
 import xxhash
 import zstandard
 
-from perdure.training.checkpoint.codec import DELTA, ITEM_SIZES, ROTATED, Layout, Plane, decompress
+from perdure.training.checkpoint.frames import decompress
+from perdure.training.checkpoint.layout import DELTA, ITEM_SIZES, ROTATED, Layout, Plane
 from perdure.training.errors import CheckpointDamaged
 
 # gc=False below: there are hundreds of thousands of these, none in a circle, and looking for one took a third of the time

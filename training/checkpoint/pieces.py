@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from perdure.training.checkpoint.codec import ITEM_SIZES
+from perdure.training.checkpoint.layout import ITEM_SIZES
 from perdure.training.checkpoint.pack import IndexEntry
 from perdure.training.checkpoint.reader import CheckpointReader
 from perdure.training.errors import CheckpointDamaged

@@ -11,8 +11,10 @@ import blake3
 import numpy as np
 import xxhash
 
-from perdure.training.checkpoint.codec import DELTA, RAW, WHOLE, decode_blob
+from perdure.training.checkpoint.codec import decode_blob
 from perdure.training.checkpoint.derive import cast
+from perdure.training.checkpoint.indexes import check_is_base, check_state, read_index
+from perdure.training.checkpoint.layout import DELTA, RAW, WHOLE
 from perdure.training.checkpoint.manifest import FileRecord, Manifest
 from perdure.training.checkpoint.pack import (
     MAX_STORED_INDEX,
@@ -21,11 +23,7 @@ from perdure.training.checkpoint.pack import (
     Derived,
     IndexEntry,
     base_blob,
-    blobs_digest,
-    check_base,
-    decode_index,
     derived_from,
-    state_digest,
 )
 from perdure.training.checkpoint.parted import PartedSource, completed
 from perdure.training.checkpoint.room import Rooms, scratch
@@ -37,31 +35,6 @@ def check_blob(entry: IndexEntry, blob: Blob, stored: bytes | memoryview, where:
     """Stored bytes against their digest. Raises CheckpointDamaged naming the leaf."""
     if len(stored) != blob.stored or xxhash.xxh3_128_digest(stored) != blob.xxh:
         raise CheckpointDamaged(f"{where}: stored bytes of {entry.path} are damaged at offset {blob.offset}", part=entry.path)
-
-
-def read_index(
-    manifest: Manifest, rank: int, data: bytes, where: str, base: Mapping[str, IndexEntry] | None
-) -> Mapping[str, IndexEntry]:
-    """The leaves of a rank by path, from the bytes of its index, which are checked first; of an increment against those of its
-    base. Raises CheckpointDamaged (part "index")."""
-    pack, index = manifest.files[2 * rank : 2 * rank + 2]
-    place = f"{where}/{index.name}"
-    if f"blake3:{blake3.blake3(data).hexdigest()}" != index.digest:
-        raise CheckpointDamaged(f"{where}: {index.name} does not match its digest", part="index")
-    entries = decode_index(data, pack.bytes, place, version=manifest.version, increment=manifest.base is not None)
-    if manifest.version > 1 and blobs_digest(entries) != pack.digest:
-        raise CheckpointDamaged(f"{place}: {pack.name} of the manifest has other blobs than the index", part="index")
-    if base is not None:
-        check_base(entries, base, place)
-    return {entry.path: entry for entry in entries}
-
-
-def check_state(manifest: Manifest, ranks: Iterable[Mapping[str, IndexEntry]], where: str) -> None:
-    """The indexes together are the state the manifest names. Raises CheckpointDamaged (part "index")."""
-    entries = [entry for leaves in ranks for entry in leaves.values()]
-    found = (state_digest(entries), len(entries), sum(entry.nbytes for entry in entries))
-    if found != (manifest.state_digest, manifest.leaves, manifest.raw_bytes):
-        raise CheckpointDamaged(f"{where}: indexes do not add up to the manifest's state digest", part="index")
 
 
 class CheckpointReader:
@@ -293,15 +266,3 @@ def _open_base(manifest: Manifest, folder: Path) -> CheckpointReader | None:
         source.close()
         raise CheckpointDamaged(f"{folder}: its base {place} {problem}", part="base")
     return CheckpointReader(found, completed(found, source, place), str(place))
-
-
-def check_is_base(manifest: Manifest, found: Manifest) -> str:
-    """Why a manifest is not that of an increment's base; "" when it is."""
-    assert manifest.base is not None
-    if found.run != manifest.run:
-        return f"is of run {found.run:.100}, not of {manifest.run:.100}"
-    if found.base is not None:
-        return "is itself an increment"
-    if found.digest != manifest.base.digest:
-        return "is another one than it was written against (its digest differs)"
-    return ""

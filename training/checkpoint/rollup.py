@@ -13,8 +13,9 @@ import xxhash
 
 from perdure.training import events, files
 from perdure.training.checkpoint import manifest as manifests
-from perdure.training.checkpoint.codec import DELTA, ROTATED, Layout, encode_blob
+from perdure.training.checkpoint.codec import encode_blob
 from perdure.training.checkpoint.facts import Fact, write_fact
+from perdure.training.checkpoint.layout import DELTA, ROTATED, Layout
 from perdure.training.checkpoint.manifest import FileRecord, Manifest
 from perdure.training.checkpoint.pack import REFERENCE, Blob, IndexEntry, base_blob, blobs_digest, decode_index, encode_index
 from perdure.training.checkpoint.reader import CheckpointReader, check_blob, open_checkpoint

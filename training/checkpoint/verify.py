@@ -11,8 +11,8 @@ from typing import NamedTuple
 import xxhash
 
 from perdure.training.checkpoint import manifest as manifests
-from perdure.training.checkpoint.codec import DELTA
 from perdure.training.checkpoint.facts import STORE, Fact, read_fact, write_fact
+from perdure.training.checkpoint.layout import DELTA
 from perdure.training.checkpoint.manifest import FileRecord
 from perdure.training.checkpoint.ordered import INLINE, in_order
 from perdure.training.checkpoint.pack import REFERENCE, IndexEntry, base_blob

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from perdure.training.checkpoint.codec import ITEM_SIZES
+from perdure.training.checkpoint.layout import ITEM_SIZES
 
 Values = npt.NDArray[Any]  # Any: float64 or complex128
 Words = npt.NDArray[Any]  # Any: unsigned integers of the type's width

@@ -13,8 +13,8 @@ from perdure.training.checkpoint import derive
 from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint.audit import snapshots_digest
 from perdure.training.checkpoint.blobs import Encoder, Leaf
-from perdure.training.checkpoint.codec import DELTA
 from perdure.training.checkpoint.increment import opened_base
+from perdure.training.checkpoint.layout import DELTA
 from perdure.training.checkpoint.manifest import FORMAT, VERSION, Base, FileRecord, Manifest
 from perdure.training.checkpoint.pack import (
     REFERENCE,

@@ -10,9 +10,9 @@ from typing import Protocol
 from perdure.training import files
 from perdure.training.checkpoint import manifest
 from perdure.training.checkpoint.digest import Proof
+from perdure.training.checkpoint.indexes import read_index
 from perdure.training.checkpoint.manifest import MAX_MANIFEST, FileRecord, Manifest
 from perdure.training.checkpoint.pack import MAX_STORED_INDEX, IndexEntry
-from perdure.training.checkpoint.reader import read_index
 from perdure.training.errors import CheckpointDamaged, ObjectNotFound, ObjectTooLarge, StoreError
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.storage.store import ObjectStore

@@ -11,10 +11,9 @@ from perdure.training import files
 from perdure.training.checkpoint import facts, manifest
 from perdure.training.checkpoint.digest import Proof
 from perdure.training.checkpoint.facts import Fact
+from perdure.training.checkpoint.indexes import check_is_base, check_state, read_index
 from perdure.training.checkpoint.manifest import MAX_MANIFEST, Manifest
 from perdure.training.checkpoint.pack import MAX_STORED_INDEX, IndexEntry
-from perdure.training.checkpoint.reader import check_is_base, check_state, read_index
-from perdure.training.checkpoint.verify import verify_folder
 from perdure.training.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -72,6 +71,8 @@ class CopyIn:
 
     def _is_full_here(self, increment: Manifest) -> bool:
         """Rolled up here since it was pushed: the increment must not take its place, others may be written against that."""
+        from perdure.training.checkpoint.verify import verify_folder  # needs NumPy, and this is rare
+
         folder = self._run.checkpoint(increment.name)
         try:
             here = manifest.read(folder)

@@ -1,7 +1,8 @@
 """A checkpoint of a run that is read where it is stored, and the base of an increment."""
 
+from perdure.training.checkpoint.indexes import check_is_base
 from perdure.training.checkpoint.manifest import Manifest
-from perdure.training.checkpoint.reader import CheckpointReader, check_is_base
+from perdure.training.checkpoint.reader import CheckpointReader
 from perdure.training.checkpoint.store_source import StoreSource
 from perdure.training.errors import CheckpointDamaged
 from perdure.training.run_dir import CheckpointName, RunDir
