@@ -1,5 +1,6 @@
 """What only S3 has: keys with few rights, wrong settings, multipart uploads cut off anywhere, answers lost on the way."""
 
+import gzip
 import importlib.util
 import json
 import secrets
@@ -17,9 +18,12 @@ import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
+from botocore.exceptions import UnknownServiceError
+from botocore.session import get_session
 
 from perdure.training.errors import ConfigError, ObjectNotFound, StoreError
 from perdure.training.storage.s3 import S3Store
+from perdure.training.storage.s3_session import new_session
 from perdure.training.storage.store import StoreSettings, open_store
 
 _spec = importlib.util.spec_from_file_location("storage_proxy", Path(__file__).with_name("proxy.py"))
@@ -389,3 +393,24 @@ def test_a_whole_bucket_can_be_a_store(s3_keys: Any, open_s3: OpenS3) -> None:
     with pytest.raises(ObjectNotFound, match=f"s3://{bucket}/none"):
         store.get("none", limit=1)
     store.client.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["service-2", "endpoint-rule-set-1"])
+@pytest.mark.parametrize("service", ["s3", "sts", "sso-oidc"])
+def test_our_quick_session_reads_the_same_models_as_botocore(service: str, kind: str) -> None:
+    ours, own = new_session().get_component("data_loader"), get_session().get_component("data_loader")
+    assert ours.load_service_model(service, kind) == own.load_service_model(service, kind)
+    assert ours.load_data("endpoints") == own.load_data("endpoints")
+    with pytest.raises(UnknownServiceError):
+        ours.load_service_model("no-such-service", kind)
+
+
+def test_models_of_a_users_own_are_found_by_our_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own-service" / "2026-01-01"
+    own.mkdir(parents=True)
+    (own / "service-2.json").write_text('{"metadata": {}}')
+    (own / "waiters-2.json.gz").write_bytes(gzip.compress(b'{"version": 2}'))
+    monkeypatch.setenv("AWS_DATA_PATH", str(tmp_path))
+    loader = new_session().get_component("data_loader")
+    assert loader.load_service_model("own-service", "service-2") == {"metadata": {}}
+    assert loader.load_service_model("own-service", "waiters-2") == {"version": 2}

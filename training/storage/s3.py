@@ -2,7 +2,6 @@
 
 The commit marker is always one small conditional PUT. Ranged reads and ETags are never trusted: callers compare digests."""
 
-import contextlib
 import functools
 import os
 import time
@@ -15,8 +14,6 @@ from urllib.parse import urlencode, urlsplit
 
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
-from botocore.session import get_session
-from botocore.utils import parse_timestamp
 
 from perdure.training import files
 from perdure.training.errors import ObjectNotFound, ObjectTooLarge, StoreError
@@ -24,6 +21,7 @@ from perdure.training.storage import s3_errors
 from perdure.training.storage.cold import ColdStore
 from perdure.training.storage.s3_cold import S3Cold, add_copy
 from perdure.training.storage.s3_lane import Lane
+from perdure.training.storage.s3_session import new_session
 from perdure.training.storage.s3_upload import Upload
 from perdure.training.storage.store import (
     MAX_LISTED,
@@ -51,14 +49,6 @@ def _clock(answer: Mapping[str, Any]) -> datetime:  # Any: boto3's answer
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).astimezone(UTC)
     except (KeyError, ValueError):
         return datetime.now(UTC)
-
-
-def _when(value: str) -> datetime:
-    """As botocore's own, which takes most of the time of a long listing."""
-    with contextlib.suppress(ValueError, TypeError):
-        if (found := datetime.fromisoformat(value)).tzinfo is not None:
-            return found
-    return parse_timestamp(value)
 
 
 class S3Store:
@@ -100,9 +90,7 @@ class S3Store:
 
     @functools.cached_property
     def _session(self) -> Any:  # Any: botocore's type stubs are a package of their own
-        """botocore's: importing boto3 takes as long again, and of it only copies of a cold tier need anything."""
-        session = get_session()
-        session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_when)
+        session = new_session()
         if self.settings.storage_class in NEED_THAW:
             session.register("creating-client-class.s3", add_copy)
         with s3_errors.credentials_explained(self.url):
