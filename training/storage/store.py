@@ -85,7 +85,7 @@ class ObjectStore(Protocol):
         """A small object; ObjectTooLarge when it is larger than `limit`."""
         ...
 
-    def get_range(self, key: str, offset: int, length: int) -> bytes:
+    def get_range(self, key: str, offset: int, length: int) -> bytes | bytearray:
         """Exactly these bytes, or StoreError. No store checks a part of an object: compare your own digest."""
         ...
 
