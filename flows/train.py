@@ -2,6 +2,7 @@
 committed, restart what fails. It may die at any line and be replaced; all it knows it reads from the run directory."""
 
 import contextvars
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -181,9 +182,9 @@ class _Drive:
         return future
 
     def settle(self, deadline: float) -> None:
-        """Wait for all submitted work; after `deadline` transfers are asked to stop."""
+        """Wait for all submitted work; after `deadline` transfers are asked to stop. math.inf: a large copy takes hours."""
         for future in self.jobs.values():
-            future.wait(timeout=max(0.0, deadline - time.monotonic()))
+            future.wait(timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
         self.hurry = time.monotonic() > deadline
         for future in self.jobs.values():
             future.wait()
@@ -245,7 +246,7 @@ class _Drive:
         """Everything is trained: prove and copy the rest, say so once. None when the last checkpoint is damaged."""
         for _ in range(FINAL_PUSH_TRIES):
             self.reconcile()
-            self.settle(time.monotonic() + AFTER_TRAINING_SECS)
+            self.settle(math.inf)
             last = lineage.lineage(self.run)[0]
             if self.store is None or facts.is_in(self.run, last, "store"):
                 break
@@ -312,4 +313,5 @@ def train(
             run.stop_request.unlink(missing_ok=True)
             return Cancelled(message=str(stopped))
         finally:
+            drive.hurry = True  # where a signal ended it: a transfer goes on next time
             drive.board.close()

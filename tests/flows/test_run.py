@@ -11,12 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import copy_database
+from conftest import S3Server, copy_database
 from harness import Direct, Run, copy_tiny, kill, wait_until
 from prefect import get_client
 from prefect.client.schemas.filters import LogFilter
+from storage.proxy import Seen, proxy_to
 
 from perdure.deployments import server
+from perdure.flows import train as flow_of_training
+from perdure.training.checkpoint import facts
 from perdure.training.checkpoint.run_info import read_run_info
 from perdure.training.process import identify
 from perdure.training.run_dir import CheckpointName, rank_pack
@@ -159,6 +162,22 @@ def test_last_checkpoint_damaged_before_its_proof_is_trained_again(run: Run, ref
     assert [event.get("name") for event in run.events() if event["kind"] == "quarantined"] == [str(last)]
     assert [event.get("name") for event in run.events() if event["kind"] == "completed"] == [str(CheckpointName(40, 2))]
     assert run.digest() == reference
+
+
+def test_last_copy_may_take_as_long_as_it_takes(run: Run, s3_keys: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the time that the training code has after its last step, here none."""
+    monkeypatch.setattr(flow_of_training, "AFTER_TRAINING_SECS", 0.0)
+
+    def slow(seen: Seen) -> None:
+        if seen.method == "PUT" and ".pack" in seen.path:
+            wait_until(run.dir.launch_end(1).exists, "the end of training")
+            time.sleep(1.0)
+
+    with proxy_to(s3_keys.endpoint, slow) as proxy:
+        place = [f"store.url=s3://{s3_keys.make_bucket()}/x", f"store.endpoint_url={proxy.endpoint}", "store.region=here"]
+        state = flow_of_training.train(str(run.toml), ["run.steps=10", *place], return_state=True)
+    assert state.is_completed(), state.message
+    assert facts.is_in(run.dir, CheckpointName(10, 1), "store")
 
 
 def test_store_that_refuses_at_the_end_is_named_and_another_one_gets_all(run: Run, reference: str) -> None:
