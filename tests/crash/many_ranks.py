@@ -15,6 +15,7 @@ from harness import LAUNCHED, PERDURE, RANKS, Direct, Run, all_pids, children, c
 
 from perdure.training.agent import roster
 from perdure.training.process import SESSION_VARIABLE, ProcessId, identify
+from perdure.training.run_dir import CheckpointName
 
 SLOW = "launch.env.TINY_sleep=0.3"
 """Slow enough to be hit in the middle."""
@@ -104,17 +105,18 @@ def train_with(run: Run, processes: int, until: int, *settings: str) -> None:
     direct = Direct(run)
     here = [tracing(run), f"launch.processes={processes}", "launch.launcher=torchrun", *settings]
     trainer = direct.launch(here, lease=until, replan=True)
-    wait_until(lambda: until in [name.step for name in run.committed()] or not trainer.is_alive(), f"step {until}")
+    ours = CheckpointName(until, trainer.token)
+    wait_until(lambda: ours in run.committed() or not trainer.is_alive(), f"step {until}")
     end = direct.end()
     assert end.reason in ("stopped", "complete"), end
 
 
 def losses_with(run: Run, processes: int, steps: range, reference: dict[tuple[int, int], str]) -> list[tuple[float, float]]:
-    """Of each of these steps with so many ranks, and of the undisturbed run of two: both had the same samples in it."""
+    """Of each of these steps with so many ranks, and of the undisturbed run: both had the same samples in it."""
     lines, losses = surviving(run, processes), []
     for step in steps:
         had = [json.loads(lines[(rank, step)]) for rank in range(processes)]
-        wanted = [json.loads(reference[(rank, step)]) for rank in (0, 1)]
+        wanted = [json.loads(line) for (_, its), line in sorted(reference.items()) if its == step]
         assert _indices(had) == _indices(wanted), "the same samples in every global batch"
         losses.append((_mean_loss(had), _mean_loss(wanted)))
     return losses

@@ -16,12 +16,14 @@ from harness import Direct, Run, wait_until
 from many_ranks import SLOW, OtherNode, assert_about_the_same, hit, losses_with, surviving, tracing, train_with
 from torch import nn
 
-from perdure.training.checkpoint import manifest
+from perdure.training.checkpoint import catalog, manifest
+from perdure.training.checkpoint.facts import Fact, write_fact
 from perdure.training.checkpoint.plain import unpack_plain
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.verify import verify_folder
 from perdure.training.engine.loading import Loading
 from perdure.training.engine.zero_files import write_files
+from perdure.training.run_dir import CheckpointName
 
 ZERO = Path(__file__).parent / "zero"
 OTHER_SEED = "launch.env.TINY_seed=2"
@@ -74,6 +76,7 @@ def test_zero_ends_bit_identical_after_ranks_are_killed_and_goes_on_with_another
     run = make_run(tmp_path, f"params.stage={stage}")
     for number, victims in enumerate(kills):
         lose(run, 3 + 8 * number, victims, FRESH_NAN, f"launch.launcher={('deepspeed', 'torchrun')[number]}")
+    lose_sight_of(run, run.committed()[0].step)  # case K3: what is asked for is loaded, not the newest that is there
     assert Direct(run).train_to_end([tracing(run), OTHER_SEED, "checkpoint.audit=true"]).reason == "complete"
     assert run.digest() == reference.digest()
     assert surviving(run) == surviving(reference)
@@ -105,22 +108,27 @@ def test_zero_on_two_nodes_ends_bit_identical_after_one_of_them_loses_its_rank(t
     assert surviving(run) == surviving(reference)
 
 
+def lose_sight_of(run: Run, after: int) -> None:
+    """What is later than this step is as it was, and no candidate any more."""
+    for name in run.committed():
+        if name.step > after:
+            write_fact(run.dir, name, Fact(copy="local", checked_at=0.0, result="damaged"))
+
+
 def assert_others_go_on(
     run: Run, reference: dict[tuple[int, int], str], stage: int, launches: tuple[tuple[int, int], ...]
 ) -> None:
     """From the checkpoint 6 steps before that of the first launch on."""
     start = launches[0][1] - 6
-    for name in run.committed():
-        if name.step > start:
-            shutil.rmtree(run.dir.checkpoint(name))
+    lose_sight_of(run, start)
     losses = []
     for number, (processes, until) in enumerate(launches):
         wanted = by_deepspeed(run, run.toml.parent / f"universal-{number}") if stage else {}
         loaded = run.toml.parent / f"loaded-{number}.pt"
         train_with(run, processes, until, OTHER_SEED, *([f"launch.env.TINY_loaded={loaded}"] if stage else []))
-        found = manifest.read(run.dir.checkpoint(run.committed()[-1]))
+        found = manifest.read(run.dir.checkpoint(newest(run)))
         assert (found.step, found.world["size"], found.exact) == (until, processes, False)
-        assert verify_folder(run.dir.checkpoint(run.committed()[-1])) == []
+        assert verify_folder(run.dir.checkpoint(newest(run))) == []
         if stage:
             assert_same_tensors(torch.load(loaded), wanted)
         losses += losses_with(run, processes, range(start, until), reference)
@@ -129,8 +137,8 @@ def assert_others_go_on(
 
 
 def by_deepspeed(run: Run, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Masters and moments of the last checkpoint, put together by DeepSpeed's own converter."""
-    with open_checkpoint(run.dir.checkpoint(run.committed()[-1])) as reader, Loading(reader, 1, 0) as loading:
+    """Masters and moments of the checkpoint that is next gone on from, put together by DeepSpeed's own converter."""
+    with open_checkpoint(run.dir.checkpoint(newest(run))) as reader, Loading(reader, 1, 0) as loading:
         folder.mkdir()
         write_files("model", reader, loading.read, folder / "files")
     convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
@@ -142,6 +150,11 @@ def by_deepspeed(run: Run, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
         loaded = {file.stem: torch.load(file, weights_only=False) for file in one.glob("*.pt")}
         found[one.name] = {key: value["param"] if isinstance(value, dict) else value for key, value in loaded.items()}
     return found
+
+
+def newest(run: Run) -> CheckpointName:
+    """Of those that are good."""
+    return catalog.candidates(run.dir)[0]
 
 
 def assert_same_tensors(loaded: dict[str, dict[str, torch.Tensor]], wanted: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -178,3 +191,23 @@ def assert_restore_gives_the_weights(run: Run) -> None:
     }  # fmt: skip
     torch.manual_seed(1)
     assert torch.equal(weights["frozen.weight"].float(), nn.Linear(16, 16).weight.bfloat16().float())
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_losses_with_another_number_of_ranks_are_those_of_the_old_one_up_to_rounding(
+    tmp_path: Path, stage: int, before: int, after: int
+) -> None:
+    """Case K1: without dropout, buffers of each rank's own and uneven batches."""
+    plain = (f"params.stage={stage}", "params.dtype=fp32", "params.plain=true", "run.steps=12", "launch.launcher=torchrun")
+    run = undisturbed(tmp_path, *plain, f"launch.processes={before}")
+    reference = surviving(run, before)
+    lose_sight_of(run, 6)
+    train_with(run, after, 12, OTHER_SEED)
+    found = manifest.read(run.dir.checkpoint(newest(run)))
+    assert (found.step, found.exact) == (12, False)
+    assert any(f"processes: {before} -> {after}" in reason for reason in found.exact_reasons)
+    here, undisturbed_ones = zip(*losses_with(run, after, range(6, 12), reference), strict=True)
+    assert here == pytest.approx(undisturbed_ones, rel=1e-5)
+    assert len(set(here)) == 6

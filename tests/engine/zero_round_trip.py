@@ -100,6 +100,8 @@ def check(stage: int, dtype: str) -> None:
     assert (getattr(resumed.optimizer, "cur_scale", None), resumed.get_lr()) == (scale, rate)
     assert dtype != "fp16" or (scale < 65536 and resumed.skipped_steps == 2 and other["model"].skipped == 0)
     assert steps(resumed, range(4, 7)) == went_on
+    restore(other, state.__getitem__)
+    assert saved(other) == state, "the one that is asked for, whatever the engine has come to since"
     if (stage, dtype) == (2, "bf16"):
         check_refusals(state, other)
 

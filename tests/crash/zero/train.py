@@ -20,33 +20,40 @@ from perdure.training.engine.data import ResumableLoader
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 30 s of compiling for what only inference uses
 ITEMS, BATCH = 61, 8
 """Of all ranks together."""
+EVEN = 64
+"""With params.plain: nothing is of a rank's own then, and only the order of sums depends on their number."""
 
 
 class Items(Dataset[tuple[int, torch.Tensor]]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
     def __len__(self) -> int:
-        return ITEMS
+        return self.length
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         return index, torch.randn(16, generator=torch.Generator().manual_seed(index))
 
 
 class Tiny(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, plain: bool) -> None:
         super().__init__()
+        self.plain = plain
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
         self.register_buffer("mean", torch.zeros(16))
-        self.trained = nn.Sequential(nn.Linear(16, 65), nn.ReLU(), nn.Dropout(0.1), nn.Linear(65, 4))
+        self.trained = nn.Sequential(nn.Linear(16, 65), nn.ReLU(), nn.Dropout(0.0 if plain else 0.1), nn.Linear(65, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.frozen(x)
-        if self.training:
+        if self.training and not self.plain:
             self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.1)
         return self.trained(x - self.mean.to(x.dtype))
 
 
 def make_engine(session: Session, seed: int) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(seed)
-    model = Tiny()
+    plain = session.params.get("plain", False)
+    model = Tiny(plain)
     dtype = session.params.get("dtype", "bf16")
     config = {
         "train_micro_batch_size_per_gpu": BATCH // session.world_size,
@@ -95,9 +102,8 @@ def train(session: Session) -> None:
     torch.manual_seed(100 + session.rank)  # dropout of each rank's own
     random.seed(session.rank)
     np.random.seed(session.rank)
-    loader = ResumableLoader(
-        Items(), seed=3, batch_size=BATCH // session.world_size, rank=session.rank, world=session.world_size
-    )
+    data = Items(EVEN if session.params.get("plain") else ITEMS)
+    loader = ResumableLoader(data, seed=3, batch_size=BATCH // session.world_size, rank=session.rank, world=session.world_size)
     session.track(model=engine, loader=loader)
     batches = loader.forever()
     dtype = next(engine.module.parameters()).dtype
