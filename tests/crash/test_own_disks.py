@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,16 @@ def test_each_node_is_lost_with_its_disk_and_a_bare_one_reads_its_share(referenc
     trainer.process.wait(60)
     end = direct.end()
     assert (end.reason, end.error_class) == ("failed", "infrastructure")
-    assert [name.step for name in run.committed()] == [6]
     name = run.committed()[0]
+    assert name.step == 6
     assert packs(run, name) == ["rank-00000.pack"]
     assert is_part(run.dir, name)
     assert facts.trust(run.dir, name) == "replicated"
     assert verify_in_run(run.dir, name) == []
 
     node, direct = disks.node(), Direct(run)
-    trainer = direct.launch([SLOW, tracing(run)])
+    trainer = direct.launch([SLOW, tracing(run), *run.held_at(14)])
+    run.wait_until_held()
     wait_until(lambda: run.committed()[-1].step >= 12, "step 12")
     told = re.search(
         r"rank 1 read (\d+) bytes of checkpoint \S+ from the store, which has (\d+)",
@@ -53,9 +55,15 @@ def test_each_node_is_lost_with_its_disk_and_a_bare_one_reads_its_share(referenc
     )
     assert told
     assert 0 < int(told[1]) < int(told[2]) * 0.7, "its share, and what is rank 0's alone is not"
-    trainer.kill()
-    direct.end()
+    run.go_on()
+    wait_until(lambda: run.step() >= 16, "steps for which there are free slots")
+    at = run.step()
+    node.kill_rank(2)
+    trainer.process.wait(60)
+    end = direct.end()
+    assert re.fullmatch(r"node 1 \(.+\): rank 1 was killed by SIGKILL", end.detail), end
     saved = run.committed()[-1]
+    assert saved.step >= at - 1, "no finished step of which both nodes have a snapshot is lost"
     shutil.rmtree(run.dir.root)
 
     assert Direct(run).train_to_end([tracing(run)]).reason == "complete"
@@ -67,3 +75,30 @@ def test_each_node_is_lost_with_its_disk_and_a_bare_one_reads_its_share(referenc
     assert not packs(run, saved), "nothing of it was brought here"
     assert manifest.read(run.dir.checkpoint(run.committed()[-1])).world["size"] == 2
     assert catalog.leftovers(run.dir) == []
+
+
+@pytest.mark.chaos
+def test_a_store_that_is_away_for_longer_than_a_node_may_be_silent_ends_nothing(reference: Run, tmp_path: Path) -> None:
+    store, own = tmp_path / "store", ("launch.address=127.0.0.1", "launch.node_timeout=5")
+    disks = OwnDisks(tmp_path, "fsdp2", store.as_uri(), *own)
+    run = disks.zero
+    node, direct = disks.node(), Direct(run)
+    trainer = direct.launch([SLOW, tracing(run), *run.held_at(8)])
+    run.wait_until_held()
+    wait_until(run.committed, "a checkpoint")
+    away = store.rename(tmp_path / "away")
+    store.write_bytes(b"no folder")
+    wait_until(lambda: any("cannot hear each other" in str(event.get("text")) for event in run.events()), "it is said")
+    run.go_on()
+    wait_until(lambda: run.step() >= 13, "training goes on")
+    time.sleep(6)  # more than launch.node_timeout
+    assert trainer.is_alive()
+    assert run.committed()[-1].step < 12
+    store.unlink()
+    away.rename(store)
+    trainer.process.wait(120)
+    assert direct.end().reason == "complete"
+    assert node.process.wait(60) == 0, node.log()
+    assert run.digest() == reference.digest()
+    assert [name.token for name in run.committed()] == [1] * len(run.committed())
+    assert "the nodes hear each other again" in [event.get("text") for event in run.events()]

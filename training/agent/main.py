@@ -309,7 +309,8 @@ class Agent:
     def common_step(self) -> int:
         """The newest that all nodes hold; 0 for none, or where one does not say."""
         mine = self.tell_held()
-        deadline = min(time.monotonic() + SETTLE_SECS, self.stop_deadline + SALVAGE_SECS)
+        patience = SETTLE_SECS if self.config.launch.shared_disk else 2 * SETTLE_SECS  # a courier takes its time
+        deadline = min(time.monotonic() + patience, self.stop_deadline + SALVAGE_SECS)
         while (theirs := self.others.held()) is None and time.monotonic() < deadline:
             self.turn()
         if theirs is None:
