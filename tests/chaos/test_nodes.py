@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -147,24 +148,33 @@ def test_the_cable_is_cut_for_a_moment_and_nothing_ends(run: Run, machines: Mach
 @contextlib.contextmanager
 def relayed(address: str, port: int) -> Iterator[int]:
     """The port of this machine's loopback at another of its addresses; which port that is."""
+    connections: list[threading.Thread] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # shut down
+            while True:
+                ours = listener.accept()[0]
+                connections.append(threading.Thread(target=relay, args=(ours, port)))
+                connections[-1].start()
+
     with socket.create_server((address, 0)) as listener:
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):  # closed
-                while True:
-                    ours, theirs = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
-                    for one, other in ((ours, theirs), (theirs, ours)):
-                        threading.Thread(target=copy, args=(one, other), daemon=True).start()
-
-        def copy(one: socket.socket, other: socket.socket) -> None:
-            with contextlib.suppress(OSError):
-                while data := one.recv(1 << 16):
-                    other.sendall(data)
-            with contextlib.suppress(OSError):
-                other.shutdown(socket.SHUT_RDWR)
-
-        threading.Thread(target=serve, daemon=True).start()
+        serving = threading.Thread(target=serve)
+        serving.start()
         yield int(listener.getsockname()[1])
+        listener.shutdown(socket.SHUT_RDWR)
+        serving.join()
+    for connection in connections:
+        connection.join(30)
+
+
+def relay(ours: socket.socket, port: int) -> None:
+    """What comes on either side goes out on the other, until one is closed, or its machine is gone."""
+    with ours, socket.create_connection(("127.0.0.1", port)) as theirs, contextlib.suppress(OSError):
+        while ready := select.select([ours, theirs], [], [], 20)[0]:
+            for one in ready:
+                if not (data := one.recv(1 << 16)):
+                    return
+                (theirs if one is ours else ours).sendall(data)
 
 
 @pytest.fixture

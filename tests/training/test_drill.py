@@ -22,7 +22,7 @@ from perdure.training.drill.record import Drill, append_drill, read_drills
 from perdure.training.drill_settings import parse_time
 from perdure.training.errors import ConfigError, DiskFull
 from perdure.training.process import identify
-from perdure.training.run_dir import RunDir
+from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.folder import FolderStore
 
 HELD = Drill(
@@ -149,3 +149,13 @@ def test_the_page_draws_both_measures_once_there_are_two_drills() -> None:
     pictures = re.findall(r"!\[[^]]*\]\(data:image/svg\+xml;base64,([^)]+)\)", page)
     assert [ET.fromstring(base64.b64decode(one)).tag.rpartition("}")[2] for one in pictures] == ["svg", "svg"]
     assert page.count("| passed |") == 2
+
+
+def test_ranks_of_several_nodes_go_on_on_the_machine_of_the_drill(tmp_path: Path, temporary: Path) -> None:
+    several = ["launch.nodes=2", "launch.processes=3", "launch.shared_disk=false", "store.url=copies"]
+    config = load_config(copy_tiny(tmp_path / "tiny"), several)
+    with BareFolder() as folder:
+        going = continuation.Continuation(config, several, folder, CheckpointName(5, 1), save_every=0)
+        found = load_config(config.path, going.settings())
+    assert (found.launch.nodes, found.launch.processes, found.launch.shared_disk) == (1, 6, True)
+    assert found.trajectory() == config.trajectory(), "which decides no bit"

@@ -59,7 +59,7 @@ class Continuation:
 
     def train(self, end: int, kills: Sequence[Kill] = ()) -> CheckpointName:
         """The checkpoint of step `end`. Raises DrillFailed saying why there is none."""
-        settings = self._settings()
+        settings = self.settings()
         config = load_config(self.config.path, settings)
         newest = self.start
         with RunLock.acquire(self.folder.run, orphan_wait=0.0) as lock:
@@ -72,8 +72,8 @@ class Continuation:
             raise DrillFailed(f"the continuation left no checkpoint of step {end}; its newest is {newest}")
         return newest
 
-    def _settings(self) -> list[str]:
-        """The run's own, except where it lies and how often it saves, which decide no bit of it."""
+    def settings(self) -> list[str]:
+        """The run's own, except where it lies, how often it saves, and that all ranks are here, which decides no bit of it."""
         return [
             *self.overrides,
             f"run.dir={self.folder.run.root}",
@@ -82,6 +82,9 @@ class Continuation:
             "checkpoint.full_every=0",
             "checkpoint.snapshot_every=0",
             "store.url=",
+            "launch.nodes=1",
+            f"launch.processes={self.config.launch.world}",
+            "launch.shared_disk=true",
             "notify.slack_channel=",
             f"launch.stop_grace={max(self.config.launch.stop_grace, SAVE_SECS)}",
             f"launch.env.MASTER_PORT={_free_port()}",
