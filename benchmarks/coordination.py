@@ -4,8 +4,7 @@ The leaves are there in their number, each of a few bytes; no rank trains, and n
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.many import command_secs, repeat
 from benchmarks.measure import Failed, Values, Window, in_child, scratch
@@ -16,6 +15,7 @@ from perdure.training.checkpoint.pieces import piece_path
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.writer import Way, make_manifest, write_part
 from perdure.training.engine.loading import Loading
+from perdure.training.engine.shards import Place
 from perdure.training.files import make_dirs, write_atomically
 from perdure.training.run_dir import MANIFEST, CheckpointName, RunDir
 from perdure.training.slots import Entry
@@ -26,23 +26,42 @@ TENSORS = 291
 CHECKPOINTS = 20
 _FIRST = CheckpointName(1, 1)
 _BYTES = 64
+_COUNT = _BYTES // 4
+_PLAIN = ("model", "optimizer", "perdure.session")
+"""What all have in common beside AdamW's counts of steps. The first rank stores it."""
 _VERBS = (("ls",), ("verify", "--manifests"))
 
 
+def _names(tensors: int) -> list[str]:
+    return [f"{kind}/{number}" for number in range(tensors) for kind in ("model", "optimizer/m", "optimizer/v")]
+
+
+def _common(tensors: int) -> list[str]:
+    return [*_PLAIN, *(f"optimizer/step/{number}" for number in range(tensors))]
+
+
 class _Snapshot:
-    """What a rank has: a piece of each parameter and of both moments. No two pieces are equal."""
+    """What a rank stores: a piece of each parameter and of both moments, no two of them equal, and its generators; the first
+    also what all have."""
 
     def __init__(self, rank: int, tensors: int) -> None:
-        self._data = memoryview(os.urandom(3 * tensors * _BYTES))
-        names = [(kind, number) for number in range(tensors) for kind in ("model", "optimizer/m", "optimizer/v")]
-        count = _BYTES // 4
-        self.entries: Sequence[Entry] = [
-            Entry(
-                path=piece_path(f"{kind}/layers.{number}.weight", (rank * count,)),
-                kind="tensor", dtype="float32", shape=(count,), offset=at * _BYTES, nbytes=_BYTES,
-            )
-            for at, (kind, number) in enumerate(names)
-        ]  # fmt: skip
+        self._made: list[Entry] = []
+        self._end = 0
+        for name in _common(tensors) if rank == 0 else ():
+            self._add(name, "plain", "plain", 100 * tensors) if name in _PLAIN else self._add(name, "tensor", "float32", 4)
+        for name in _names(tensors):
+            self._add(piece_path(name, (rank * _COUNT,)), "tensor", "float32", _BYTES)
+        self._add("perdure.rng", "plain", "plain", 5000)
+        self._data = memoryview(os.urandom(self._end))
+
+    def _add(self, path: str, kind: str, dtype: str, nbytes: int) -> None:
+        shape = (nbytes,) if kind == "plain" else (nbytes // 4,)
+        self._made.append(Entry(path=path, kind=kind, dtype=dtype, shape=shape, offset=self._end, nbytes=nbytes))
+        self._end += nbytes
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        return self._made
 
     def data(self, entry: Entry) -> memoryview:
         return self._data[entry.offset : entry.offset + entry.nbytes]
@@ -67,32 +86,37 @@ def _write(run: RunDir, ranks: int, tensors: int) -> Values:
     return {**found, "index bytes": index, "manifest": named - start, "commit": committed - named}
 
 
-def _resume(folder: Path, rank: int) -> float:
-    """Until a rank knows of all leaves where they are."""
-    start = time.perf_counter()
-    with open_checkpoint(folder) as reader, Loading(reader, 1, rank):
+def _resume(run: RunDir, before: int, ranks: int, tensors: int) -> float:
+    """Until the middle one of so many ranks has read all that it asks for."""
+    start, rank, mine = time.perf_counter(), ranks // 2, _COUNT * before // ranks
+    with open_checkpoint(run.checkpoint(_FIRST)) as reader, Loading(reader, 1, rank, ranks) as loading:
+        for path in (*_common(tensors), "perdure.rng"):
+            loading.read(path)
+        for path in _names(tensors):
+            assert loading.read_part(path, (_COUNT * before,), Place((rank * mine,), (mine,)))
         return time.perf_counter() - start
 
 
 def _alone(run: RunDir, ranks: int, tensors: int) -> Values:
-    """Written, and looked at by a rank that resumes; in processes of their own, for their memory."""
+    """Written, and looked at by ranks that resume; in processes of their own, for their memory."""
 
-    def write(window: Window) -> Values:
-        window.open()
-        found = _write(run, ranks, tensors)
-        window.close()
+    def in_window(work: Callable[[], Values]) -> Values:
+        def opened(window: Window) -> Values:
+            window.open()
+            found = work()
+            window.close()
+            return found
+
+        found = in_child(opened)
+        if failed := found.get("failed"):
+            raise Failed(failed)
         return found
 
-    def resume(window: Window) -> Values:
-        window.open()
-        found = {"resume": _resume(run.checkpoint(_FIRST), ranks // 2)}
-        window.close()
-        return found
-
-    written, resumed = in_child(write), in_child(resume)
-    if failed := written.get("failed") or resumed.get("failed"):
-        raise Failed(failed)
-    return {**written, **resumed, "peak": written["peak"], "resume peak": resumed["peak"]}
+    found = in_window(lambda: _write(run, ranks, tensors))
+    as_before = in_window(lambda: {"secs": _resume(run, ranks, ranks, tensors)})
+    by_half = in_window(lambda: {"secs": _resume(run, ranks, ranks // 2, tensors)})
+    found |= {"resume": as_before["secs"], "resume peak": as_before["peak"]}
+    return found | {"resume by half": by_half["secs"], "resume by half peak": by_half["peak"]}
 
 
 def measure(setting: Setting) -> Iterator[Section]:
@@ -101,8 +125,9 @@ def measure(setting: Setting) -> Iterator[Section]:
     section = Section(f"A simulation of {ranks:,} ranks on one machine", header=("what", "measured"))
     section.notes = [
         f"Simulated: {3 * tensors} tensors a rank ({tensors} parameters and their moments, each cut into {ranks:,} pieces of "
-        f"{_BYTES} bytes), so this is the cost of names, digests and files, not of data. A rank's part would be written on its "
-        "own node, at the same time as the others'; here one process writes one after the other. No rank ran."
+        f"{_BYTES} bytes) and {tensors + len(_PLAIN)} small leaves that all have in common, so this is the cost of names, "
+        "digests and files, not of data. A rank's part would be written on its own node, at the same time as the others'; "
+        "here one process writes one after the other. No rank ran."
     ]
     with scratch(setting.folder, "coordination") as folder:
         run = RunDir(folder)
@@ -120,8 +145,12 @@ def measure(setting: Setting) -> Iterator[Section]:
             ("size of the manifest", f"{found['manifest bytes'] / 1e3:.0f} kB"),
             ("commit (the manifest written and synced)", f"{found['commit'] * 1e3:.1f} ms"),
             (
-                "a rank that resumes knows where everything is",
+                "a rank that resumes has read its leaves",
                 f"{found['resume']:.2f} s, {found['resume peak'] / 1e6:.0f} MB of memory",
+            ),
+            (
+                f"one of {ranks // 2:,} ranks that resume, for which tensors are cut anew",
+                f"{found['resume by half']:.2f} s, {found['resume by half peak'] / 1e6:.0f} MB of memory",
             ),
         ]
         section.data = found

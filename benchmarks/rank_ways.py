@@ -210,10 +210,10 @@ class Run(Peer):
                 raise RuntimeError(answer["failed"])
 
     def load(self, folder: Path) -> Aside:
-        with open_checkpoint(place(folder)) as reader, Loading(reader, 1, dist.get_rank()) as loading:
+        with open_checkpoint(place(folder)) as reader, Loading(reader, 1, dist.get_rank(), dist.get_world_size()) as loading:
             replan = reader.ranks != dist.get_world_size()  # as it is resumed with --replan
             restore(self._tracked, loading.read, loading.read_part, loading.shape_of, replan=replan)
-            invariants.check_after_load(self._tracked, 1, loading.digests, threads=1, replan=replan)
+            invariants.check_after_load(self._tracked, 1, loading.digest, threads=1, replan=replan)
         return Aside()
 
 

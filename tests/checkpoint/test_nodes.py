@@ -49,6 +49,7 @@ def test_two_nodes_store_what_one_with_all_the_ranks_would(run: RunDir, tmp_path
             state = reader.state(number)
             owner, _ = state["node"]
             assert bytes(reader.read("node", owner))[:4] == np.float32(number // 2).tobytes()
+            assert state["model"][0] == 0, "what is small or plain is in the first node's"
             assert {"model/master", "model/half", "rng/cpu"} <= set(state)
 
 

@@ -62,6 +62,19 @@ def test_each_rank_reads_its_whole_state_and_what_is_equal_is_stored_once(run: R
                 assert {path: bytes(ahead.read(path)) for path in source.bytes} == source.bytes
 
 
+def test_small_and_plain_leaves_that_all_have_are_in_the_lowest_ranks_pack(run: RunDir) -> None:
+    sources = []
+    for _ in range(3):
+        source = Source().array("large", np.arange(LARGE)).plain("settings", {"lr": 0.1})
+        for number in range(5):
+            source.array(f"step{number}", np.array(7.0, np.float32))
+        sources.append(source.array("next", np.arange(LARGE) * 2))
+    commit(run, sources)
+    with open_checkpoint(run.checkpoint(FIRST)) as reader:
+        owners = {path: reader.find(path, 2) for path in sources[0].bytes}
+    assert owners == {"large": 0, "settings": 0, **{f"step{number}": 0 for number in range(5)}, "next": 1}
+
+
 def test_content_decides_whether_a_leaf_is_shared(run: RunDir) -> None:
     manifest = commit(run, [rank(number, diverged=True) for number in range(3)])
     assert manifest.raw_bytes > 3 * 4 * LARGE

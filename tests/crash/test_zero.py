@@ -138,7 +138,7 @@ def assert_others_go_on(
 
 def by_deepspeed(run: Run, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Masters and moments of the checkpoint that is next gone on from, put together by DeepSpeed's own converter."""
-    with open_checkpoint(run.dir.checkpoint(newest(run))) as reader, Loading(reader, 1, 0) as loading:
+    with open_checkpoint(run.dir.checkpoint(newest(run))) as reader, Loading(reader, 1, 0, reader.ranks) as loading:
         folder.mkdir()
         write_files("model", reader, loading.read, folder / "files")
     convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]

@@ -23,22 +23,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from perdure.training import files
+from perdure.training.checkpoint.pieces import piece_path
 from perdure.training.checkpoint.reader import CheckpointReader, open_checkpoint
 from perdure.training.checkpoint.shared import parts
+from perdure.training.checkpoint.source import ByteSource
 from perdure.training.checkpoint.writer import write_checkpoint
 from perdure.training.engine import shards
 from perdure.training.engine.invariants import check_after_load
 from perdure.training.engine.loading import Loading, check_can_spread
 from perdure.training.engine.restore import restore
-from perdure.training.engine.rng import rng_leaves, seed_rng
+from perdure.training.engine.rng import load_rng, rng_leaves, seed_rng
 from perdure.training.engine.shards import is_sharded, local, place_of
 from perdure.training.engine.state import Tracked, collect
 from perdure.training.errors import ConfigError
-from perdure.training.run_dir import CheckpointName, RunDir
+from perdure.training.run_dir import CheckpointName, RunDir, rank_index
 
 NAME = CheckpointName(2, 1)
-LAYOUTS = {"whole": 1, "one": 1, "two": 2, "three": 3, "replicated shards": 4, "tensor parallel": 4}
-"""How many ranks each has. With three, one has nothing of the last tensors."""
+LAYOUTS = {"whole": 1, "one": 1, "two": 2, "three": 3, "eight": 8, "replicated shards": 4, "tensor parallel": 4}
+"""How many ranks each has. With three, one has nothing of the last tensors; with eight, three have nothing of any."""
 
 
 @contextlib.contextmanager
@@ -113,8 +115,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDir]:
 
 
 @contextlib.contextmanager
-def opened(run: RunDir, rank: int) -> Iterator[tuple[CheckpointReader, Loading]]:
-    with open_checkpoint(run.checkpoint(NAME)) as reader, Loading(reader, 1, rank) as loading:
+def opened(run: RunDir, rank: int, ranks: int) -> Iterator[tuple[CheckpointReader, Loading]]:
+    with open_checkpoint(run.checkpoint(NAME)) as reader, Loading(reader, 1, rank, ranks) as loading:
         yield reader, loading
 
 
@@ -131,25 +133,73 @@ def opened(run: RunDir, rank: int) -> Iterator[tuple[CheckpointReader, Loading]]
         ("replicated shards", "three"),
         ("tensor parallel", "two"),
         ("tensor parallel", "replicated shards"),
+        ("replicated shards", "tensor parallel"),
+        ("replicated shards", "replicated shards"),
+        ("tensor parallel", "tensor parallel"),
+        ("whole", "one"),
+        ("one", "whole"),
     ],
 )
 def test_each_rank_has_the_part_that_is_its_own_now(runs: dict[str, RunDir], before: str, after: str) -> None:
     for rank in range(LAYOUTS[after]):
-        with rank_of(after, rank) as model, opened(runs[before], rank) as (reader, loading):
+        with rank_of(after, rank) as model, opened(runs[before], rank, LAYOUTS[after]) as (reader, loading):
             tracked = tracked_of(model)
             check_can_spread(reader, tracked)
             assert restore(tracked, loading.read, loading.read_part) == []
             for name, mine, wanted in own_tensors(tracked):
                 assert torch.equal(mine, wanted), name
             assert all(state["step"] == 1 for state in tracked["optimizer"].state.values())
-            check_after_load(tracked, NAME.step, loading.digests, threads=1)
+            check_after_load(tracked, NAME.step, loading.digest, threads=1)
+
+
+class Counting:
+    """A ByteSource, and of which files it was asked for bytes."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self.source, self.read_files = source, set[str]()
+
+    def __getattr__(self, name: str) -> Any:  # Any: a method
+        return getattr(self.source, name)
+
+    def read(self, file: str, offset: int, length: int) -> bytes:
+        self.read_files.add(file)
+        return self.source.read(file, offset, length)
+
+
+@pytest.mark.parametrize("layout", ["whole", "two", "three", "eight"])
+def test_a_rank_of_as_many_as_before_opens_its_own_index_and_that_of_rank_0(runs: dict[str, RunDir], layout: str) -> None:
+    for rank in range(LAYOUTS[layout]):
+        with rank_of(layout, rank) as model, opened(runs[layout], rank, LAYOUTS[layout]) as (reader, loading):
+            counting = Counting(reader.source)
+            reader.source = counting
+            tracked = tracked_of(model)
+            restore(tracked, loading.read, loading.read_part)
+            check_after_load(tracked, NAME.step, loading.digest, threads=1)
+            load_rng(loading.read, {})
+            assert {file for file in counting.read_files if file.endswith(".index")} == {rank_index(0), rank_index(rank)}
+            assert all(torch.equal(mine, wanted) for _, mine, wanted in own_tensors(tracked))
+
+
+def test_as_many_ranks_that_cut_a_tensor_of_another_shape_are_not_taken_for_the_same(tmp_path: Path) -> None:
+    """Pieces at the right places, of a tensor twice as large: those who stored the other half say so."""
+    run = RunDir(tmp_path)
+    files.make_dirs(run.checkpoints)
+    sources: list[Any] = [Source().array(piece_path("w", (2 * rank,)), np.full(2, rank, np.float32)) for rank in range(4)]
+    write_checkpoint(run, RUN_ID, NAME, parts(sources, 1), encoding="auto", threads=1)
+    found = []
+    for rank in range(4):
+        with opened(run, rank, 4) as (_, loading):
+            found.append(loading.read_part("w", (4,), shards.Place((2 * (rank % 2),), (2,))))
+    assert [part is None for part in found] == [False, False, True, True]
+    with opened(run, 1, 2) as (_, loading):
+        assert loading.read_part("w", (4,), shards.Place((2,), (2,))) is None, "of other ranks nobody would say so"
 
 
 def test_new_ranks_have_generators_of_their_own_which_follow_from_the_checkpoint(runs: dict[str, RunDir]) -> None:
     drawn = []
     for rank in (2, 3, 3):
         generators = {"a": torch.Generator(), "b": random.Random(), "c": np.random.default_rng(), "d": np.random.RandomState()}
-        with opened(runs["two"], rank) as (_, loading):
+        with opened(runs["two"], rank, 4) as (_, loading):
             assert loading.is_new
             seed_rng(loading.read("perdure.rng").data, rank, generators)
         own = (torch.rand(1, generator=generators["a"]).item(), generators["b"].random(), generators["c"].random())
@@ -166,7 +216,7 @@ def test_a_new_rank_has_the_buffers_of_rank_0(tmp_path: Path) -> None:
 
     commit(RunDir(tmp_path), "two", norm=Norm(3))
     for rank, mean in ((0, 0), (1, 1), (2, 0)):
-        with rank_of("three", rank) as model, opened(RunDir(tmp_path), rank) as (reader, loading):
+        with rank_of("three", rank) as model, opened(RunDir(tmp_path), rank, 3) as (reader, loading):
             tracked = {**tracked_of(model), "norm": nn.BatchNorm1d(3)}
             check_can_spread(reader, tracked)
             restore(tracked, loading.read, loading.read_part)
@@ -182,7 +232,7 @@ def test_what_belongs_to_single_ranks_is_refused_by_name(tmp_path: Path) -> None
         def load_state_dict(self, state: dict[str, int]) -> None: ...
 
     commit(RunDir(tmp_path), "two", mine=PerRank(), same=torch.nn.Linear(1, 1))
-    with opened(RunDir(tmp_path), 0) as (reader, _):
+    with opened(RunDir(tmp_path), 0, 1) as (reader, _):
         tracked = {"mine": PerRank(), "same": nn.Linear(1, 1), "data": StatefulDataLoader([1, 2])}
         with pytest.raises(ConfigError, match=r"each has its own state of mine, data"):
             check_can_spread(reader, tracked)

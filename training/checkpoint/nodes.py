@@ -26,7 +26,7 @@ from perdure.training.checkpoint.increment import choose_base, opened_base
 from perdure.training.checkpoint.manifest import FileRecord, Manifest
 from perdure.training.checkpoint.pack import IndexEntry, decode_index
 from perdure.training.checkpoint.reader import CheckpointReader
-from perdure.training.checkpoint.shared import Part, merged
+from perdure.training.checkpoint.shared import Part, choose, merged
 from perdure.training.checkpoint.shelf import Shelf, patiently
 from perdure.training.checkpoint.writer import Way, make_manifest, write_part
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
@@ -248,7 +248,7 @@ def compared(offers: Sequence[Offer], node: int) -> tuple[set[str], set[str]]:
         if len({(leaf.kind, leaf.dtype, leaf.shape) for leaf in leaves}) > 1:
             differing.add(path)
             continue
-        chosen = owners.setdefault(leaves[0].source, min(holders, key=lambda number: load[number]))
+        chosen = owners.setdefault(leaves[0].source, choose(holders, load, leaves[0].kind, leaves[0].nbytes))
         owner = chosen if chosen in holders else min(holders)
         if leaves[0].kind == "tensor":  # plain ones change their size
             load[owner] += leaves[0].nbytes

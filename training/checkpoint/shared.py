@@ -1,7 +1,7 @@
 """What several ranks have in common is stored once: a leaf that is bit for bit the same in every rank that has it goes into one
 rank's pack. Content decides, never a rank's number. Who stores what is balanced, and stays the same from save to save."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ import msgspec
 from perdure.training.checkpoint import derive
 from perdure.training.slots import About, Entry, Snapshot
 
+SMALL = 1 << 12
+"""Bytes up to which a leaf goes to the lowest rank that has it: one that resumes finds all of those in the same index."""
 _Holders = dict[int, Entry]
 """Rank -> its leaf of one path."""
 
@@ -42,9 +44,8 @@ def parts(snapshots: Sequence[Snapshot], threads: int) -> list[Part]:
 
 
 def _owned(snapshots: Sequence[Snapshot], threads: int) -> Iterator[tuple[str, _Holders, int]]:
-    """Paths that several ranks have with one type and shape, and who is to store them if their bytes are equal too: the rank
-    with the least so far. That goes by shapes alone, so an increment finds a leaf where its base has it; what is derived
-    from another leaf stays with that one."""
+    """Paths that several ranks have with one type and shape, and who is to store them if their bytes are equal too. That goes
+    by shapes alone, so an increment finds a leaf where its base has it; what is derived from another stays with that one."""
     by_path: dict[str, _Holders] = {}
     for rank, snapshot in enumerate(snapshots):
         for entry in snapshot.entries:
@@ -55,11 +56,18 @@ def _owned(snapshots: Sequence[Snapshot], threads: int) -> Iterator[tuple[str, _
     for path, holders in by_path.items():
         if len(holders) > 1 and len({(one.kind, one.dtype, one.shape) for one in holders.values()}) == 1:
             source = derived[path].source if path in derived else path
-            chosen = owners.setdefault(source, min(holders, key=lambda rank: load[rank]))
+            one = holders[min(holders)]
+            chosen = owners.setdefault(source, choose(holders, load, one.kind, one.nbytes))
             owner = chosen if chosen in holders else min(holders)
             if holders[owner].kind == "tensor":  # plain ones change their size
                 load[owner] += holders[owner].nbytes
             yield path, holders, owner
+
+
+def choose(holders: Collection[int], load: Sequence[int], kind: str, nbytes: int) -> int:
+    """Who of those that have a leaf stores it: the one with the least so far; what is small or plain, the first."""
+    is_small = kind == "plain" or nbytes <= SMALL
+    return min(holders, key=lambda one: (0 if is_small else load[one], one))
 
 
 def _is_same(snapshots: Sequence[Snapshot], holders: _Holders, owner: int) -> bool:

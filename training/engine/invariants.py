@@ -3,7 +3,7 @@
 `StepWatch` knows, without asking a device, whether a session step was a whole optimizer step."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import blake3
@@ -11,7 +11,6 @@ import torch
 
 from perdure.training.checkpoint.ordered import in_order
 from perdure.training.checkpoint.pack import BLOB_BYTES
-from perdure.training.checkpoint.pieces import is_piece
 from perdure.training.engine.compare import listed
 from perdure.training.engine.shards import local
 from perdure.training.engine.state import Tracked, collect, kind_of
@@ -24,21 +23,28 @@ _STRICT = ("engine", "module", "optimizer", "scheduler", "scaler")
 
 
 def check_after_load(
-    tracked: Tracked, step: int, digests: Mapping[str, bytes | None], *, threads: int, replan: bool = False
+    tracked: Tracked, step: int, digest_of: Callable[[str], bytes | None], *, threads: int, replan: bool = False
 ) -> None:
     """The loaded tensors, collected again, are bit for bit those of the manifest. Raises CheckpointDamaged naming the first.
-    Those that were cut otherwise there are left out: `digests` has None for what is in pieces there, and no others' pieces."""
+    `digest_of` raises KeyError where it has no such leaf, and gives None for what was cut otherwise there: that is left out."""
+
+    def stored(path: str) -> bytes | None:
+        try:
+            return digest_of(path)
+        except KeyError:
+            return None if replan else b""
+
     strict = {name for name, obj in tracked.items() if kind_of(obj) in _STRICT}
     loaded = [
-        (leaf.path, leaf.value, digests.get(leaf.path, None if replan or is_piece(leaf.path) else b""))
+        (leaf.path, leaf.value, stored(leaf.path))
         for leaf in collect(tracked)
         if isinstance(leaf.value, torch.Tensor) and leaf.path.partition("/")[0] in strict
     ]
     known = [item for item in loaded if item[2] is not None]
     work = in_order(lambda item: tensor_digest(item[1]), known, threads=threads, nbytes=lambda item: item[1].nbytes)
     with contextlib.closing(work):
-        for (path, _, stored), found in work:
-            if found != stored:
+        for (path, _, wanted), found in work:
+            if found != wanted:
                 text = f"step {step}: {path} differs from the checkpoint after loading: something changed it on the way"
                 raise CheckpointDamaged(text, part=path)
 

@@ -1,13 +1,18 @@
 """What one rank reads of a checkpoint: what all have in common, its own pieces of what they have cut, and its own generators.
-With another number of ranks tensors are cut anew and each reads no more than its part; a new rank has rank 0's plain leaves."""
+With another number of ranks tensors are cut anew and each reads no more than its part; a new rank has rank 0's plain leaves.
+
+Indexes are opened when something in them is asked for. With as many ranks as before that is a rank's own and the few of those
+that store what it has in common with others; to cut tensors anew takes all."""
 
 from collections import Counter
+from functools import cached_property
 from types import TracebackType
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from perdure.training.checkpoint.pieces import alone, is_piece, piece_path, wholes
+from perdure.training.checkpoint.pack import IndexEntry
+from perdure.training.checkpoint.pieces import Whole, alone, is_piece, piece_path, whole_path, wholes
 from perdure.training.checkpoint.readahead import ReadAhead
 from perdure.training.checkpoint.reader import CheckpointReader
 from perdure.training.engine.compare import listed
@@ -19,41 +24,99 @@ from perdure.training.errors import ConfigError
 
 
 class Loading:
-    """`read` and `read_part` as a Decoder wants them; `digests` for `check_after_load`, of pieces those that were read as they
-    are."""
+    """`read`, `read_part` and `shape_of` as a Decoder wants them; `digest` for `check_after_load`."""
 
-    def __init__(self, reader: CheckpointReader, threads: int, rank: int) -> None:
+    def __init__(self, reader: CheckpointReader, threads: int, rank: int, ranks: int) -> None:
+        """`ranks`: how many there are now."""
         self._reader = reader
+        self._unchanged = ranks == reader.ranks
         self.is_new = rank >= reader.ranks
         """Whether the checkpoint has nothing that belonged to this rank alone."""
-        rank = 0 if self.is_new else rank
-        self._leaves = reader.state(rank)
-        self._whole = wholes(reader)
-        self._ahead = ReadAhead(reader, threads, rank)
-        whole: dict[str, bytes | None] = dict.fromkeys(self._whole)
-        self.digests = whole | {path: entry.digest for path, (_, entry) in self._leaves.items() if not is_piece(path)}
+        self._rank = 0 if self.is_new else rank
+        self._ahead = ReadAhead(reader, threads, self._rank)
+        self._cut: dict[int, dict[str, list[IndexEntry]]] = {}
+        """Of the ranks whose index was opened: their pieces of each tensor that is cut."""
+        self._digests: dict[str, bytes | None] = {}
+        """Of pieces that were read as they are; None of tensors that are cut anew."""
+
+    @cached_property
+    def _wholes(self) -> dict[str, Whole]:
+        return wholes(self._reader)
 
     def read(self, path: str) -> LoadedLeaf:
-        if path in self._whole:
-            whole = self._whole[path]
+        _, entry = self._search(path)
+        if entry.path != path:
+            whole = self._wholes[path]
             return LoadedLeaf("tensor", whole.dtype, whole.shape, whole.read(self._reader))
-        _, entry = self._leaves[path]
         return LoadedLeaf(entry.kind, entry.dtype, tuple(entry.shape), self._ahead.read(path))
 
     def read_part(self, path: str, shape: tuple[int, ...], place: Place) -> LoadedLeaf | None:
-        whole = self._whole[path] if path in self._whole else alone(*self._leaves[path])
+        owner, entry = self._search(path)
+        if entry.path == path:
+            whole = alone(owner, entry)
+        elif (own := self._as_it_was(path, place, entry.dtype)) is not None:
+            return own
+        else:
+            whole = self._wholes[path]
         if whole.shape != shape:
             return None
         piece = piece_path(path, place.offsets)
-        if piece in self._leaves and self._leaves[piece][1].shape == place.shape:
-            self.digests[piece] = self._leaves[piece][1].digest
-            return LoadedLeaf("tensor", whole.dtype, place.shape, self._ahead.read(piece))
-        return LoadedLeaf("tensor", whole.dtype, place.shape, whole.read_part(self._reader, place.offsets, place.shape))
+        return self._piece(piece, place) or LoadedLeaf(
+            "tensor", whole.dtype, place.shape, whole.read_part(self._reader, place.offsets, place.shape)
+        )
+
+    def _as_it_was(self, path: str, place: Place, dtype: str) -> LoadedLeaf | None:
+        """This rank's piece of a tensor that is cut as before; None where that takes a look at the pieces of all ranks.
+
+        Each rank looks at those that it stores itself, and one whose are not what it is to have now looks at all. So where
+        none does, all pieces are as they are to be now, and the tensor has the shape that it had."""
+        own, piece = self._pieces(self._rank).get(path, []), piece_path(path, place.offsets)
+        if not self._unchanged or any((entry.path, entry.shape) != (piece, place.shape) for entry in own):
+            return None
+        return LoadedLeaf("tensor", dtype, place.shape, b"") if 0 in place.shape else self._piece(piece, place)
+
+    def _piece(self, piece: str, place: Place) -> LoadedLeaf | None:
+        """That one as it is, if there is one of this shape."""
+        try:
+            entry = self._reader.rank_entries(self._reader.find(piece, self._rank))[piece]
+        except KeyError:
+            return None
+        if entry.shape != place.shape:
+            return None
+        self._digests[piece] = entry.digest
+        return LoadedLeaf(entry.kind, entry.dtype, place.shape, self._ahead.read(piece))
 
     def shape_of(self, path: str) -> tuple[int, ...]:
         """Of a tensor that is cut anew: what is loaded from it is not what has its name now."""
-        self.digests[path] = None
-        return tuple(self._leaves[path][1].shape)
+        self._digests[path] = None
+        return tuple(self._reader.rank_entries(self._reader.find(path, self._rank))[path].shape)
+
+    def digest(self, path: str) -> bytes | None:
+        """What a loaded leaf's must be; None where it was cut anew. Raises KeyError where there is no such leaf."""
+        if path in self._digests or is_piece(path):
+            return self._digests.get(path)
+        _, entry = self._search(path)
+        return entry.digest if entry.path == path else None
+
+    def _search(self, path: str) -> tuple[int, IndexEntry]:
+        """A leaf, or any piece of the tensor where that is cut, and the rank that stores it: this one or the first that does.
+        Raises KeyError."""
+        for owner in (self._rank, *range(self._reader.ranks)):
+            entries = self._reader.rank_entries(owner)
+            if path in entries:
+                return owner, entries[path]
+            if path in self._pieces(owner):
+                return owner, self._pieces(owner)[path][0]
+        raise KeyError(path)
+
+    def _pieces(self, owner: int) -> dict[str, list[IndexEntry]]:
+        if owner not in self._cut:
+            found: dict[str, list[IndexEntry]] = {}
+            for path, entry in self._reader.rank_entries(owner).items():
+                if is_piece(path):
+                    found.setdefault(whole_path(path), []).append(entry)
+            self._cut[owner] = found
+        return self._cut[owner]
 
     def __enter__(self) -> "Loading":
         return self

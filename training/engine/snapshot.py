@@ -91,8 +91,9 @@ class Snapshots:
 
     def _load(self, name: CheckpointName) -> int:
         threads, rank = min(_READERS, len(os.sched_getaffinity(0))), self._link.rank
-        with open_checkpoint(self._run.checkpoint(name)) as reader, Loading(reader, threads, rank) as loading:
-            others = reader.ranks != int(self._link.welcome["world"])
+        ranks = int(self._link.welcome["world"])
+        with open_checkpoint(self._run.checkpoint(name)) as reader, Loading(reader, threads, rank, ranks) as loading:
+            others = reader.ranks != ranks
             if others:
                 check_can_spread(reader, self._tracked)
             self._note_exactness(reader)
@@ -111,7 +112,7 @@ class Snapshots:
             self._metrics.newest = dict(reader.manifest.metrics or {})
             if others:
                 self._metrics.tokens = int(reader.manifest.data["tokens"]) if rank == 0 else 0
-            invariants.check_after_load(self._tracked, name.step, loading.digests, threads=threads, replan=replan)
+            invariants.check_after_load(self._tracked, name.step, loading.digest, threads=threads, replan=replan)
             tolerant = others or (self._link.welcome["exact"] == "prefer" and bool(self._exact_reasons))
             if loading.is_new:
                 seed_rng(loading.read(RNG).data, rank, self._generators)
