@@ -2,6 +2,7 @@
 there. A path is a piece's by its name alone; pieces of one tensor tile it, or it is damaged."""
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -64,13 +65,22 @@ class Whole(NamedTuple):
             [piece] = self.pieces
             return reader.read(piece.entry.path, piece.rank)
         out = np.empty((*shape, ITEM_SIZES[self.dtype]), np.uint8)
-        for piece in self.pieces:
+        for piece in self._around(offsets[0], offsets[0] + shape[0]):
             starts = [max(pair) for pair in zip(offsets, piece.offsets, strict=True)]
             ends = [min(pair) for pair in zip(_ends(offsets, shape), _ends(piece.offsets, piece.entry.shape), strict=True)]
             if all(start < end for start, end in zip(starts, ends, strict=True)):
                 rows = _rows(reader, piece, starts[0] - piece.offsets[0], ends[0] - piece.offsets[0])
                 out[_slices(starts, ends, offsets)] = rows[_slices(starts, ends, (starts[0], *piece.offsets[1:]))]
         return out.reshape(-1).data
+
+    def _around(self, first: int, end: int) -> Sequence[Piece]:
+        """Those with rows from `first` on, before `end`: pieces are in order of their rows, and cut at the same ones."""
+        row = self.pieces[bisect_right(self.pieces, first, key=_row) - 1].offsets[0]
+        return self.pieces[bisect_left(self.pieces, row, key=_row) : bisect_left(self.pieces, end, key=_row)]
+
+
+def _row(piece: Piece) -> int:
+    return piece.offsets[0]
 
 
 def _ends(offsets: Sequence[int], shape: Sequence[int]) -> list[int]:
@@ -108,17 +118,20 @@ def alone(rank: int, entry: IndexEntry) -> Whole:
 
 def wholes(reader: CheckpointReader) -> dict[str, Whole]:
     """Every tensor that is in pieces, by its path. Raises CheckpointDamaged where they do not tile it."""
-    found: dict[str, list[Piece]] = {}
-    for rank, entry in reader.state().values():
-        path, mark, place = entry.path.partition(_MARK)
-        if mark:
-            found.setdefault(path, []).append(Piece(rank, entry, _offsets(entry, place)))
-    return {path: _whole(path, pieces) for path, pieces in found.items()}
+    found: dict[str, dict[str, Piece]] = {}
+    for rank in range(reader.ranks):
+        for entry in reader.rank_entries(rank).values():
+            path, mark, place = entry.path.partition(_MARK)
+            pieces = found.setdefault(path, {}) if mark else {}
+            if mark and place not in pieces:
+                pieces[place] = Piece(rank, entry, _offsets(entry, place))
+    return {path: _whole(path, [*pieces.values()]) for path, pieces in found.items()}
 
 
 def _offsets(entry: IndexEntry, place: str) -> tuple[int, ...]:
     numbers = place.split(",") if place else []
-    if len(numbers) != len(entry.shape) or not all(number.isascii() and number.isdigit() for number in numbers):
+    digits = "".join(numbers)
+    if len(numbers) != len(entry.shape) or "" in numbers or (numbers and not (digits.isascii() and digits.isdigit())):
         raise CheckpointDamaged(f"{entry.path} is no name of a piece of {len(entry.shape)} dimensions", part=entry.path)
     return tuple(map(int, numbers))
 
