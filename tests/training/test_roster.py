@@ -95,6 +95,24 @@ def test_what_the_others_hold_is_known_once_all_have_said_it_and_who_went_with_n
     assert others.look() == ("oom", "node 2 (?): why")
 
 
+def test_a_node_that_says_nothing_of_what_it_holds_is_waited_for_while_it_lives(run: RunDir) -> None:
+    now = 0.0
+    others = Others(run, 1, LAUNCH, lambda: now)
+    others.call(call())
+    for number in others.numbers:
+        beat(run, number, 1)
+    assert not others.silent(5)
+    tell_held(run, 1, 2, Held(steps=(7,), error_class="", detail=""))
+    for counter in (2, 3):
+        now += 4
+        beat(run, 1, counter)
+        assert not others.silent(5), "node 1 lives, and of node 2 all is known"
+    now += 6
+    assert others.silent(5)
+    write_end(run, end(1, "failed"), 1)
+    assert not others.silent(5), "nothing more will come of it"
+
+
 def test_a_save_waits_no_more_for_a_node_that_ended_without_its_part(run: RunDir) -> None:
     name = CheckpointName(6, 1)
     others = Others(run, 1, LAUNCH)

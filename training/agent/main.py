@@ -34,7 +34,7 @@ SLOTS = 2
 NODES_PATIENCE = 2.0
 """Seconds after which it is said that other nodes are waited for."""
 SETTLE_SECS = 5.0
-"""For other nodes to say which steps they have, and why their ranks ended."""
+"""A node that has not said which steps it has, and gives no sign of life for so long, is not waited for."""
 SALVAGE_SECS = 3.0
 """What a rank killed at the end of its grace left in memory is given so long; launch.END_MARGIN_SECS is more."""
 LAST_WORDS_SECS = 2.0
@@ -310,8 +310,8 @@ class Agent:
         """The newest that all nodes hold; 0 for none, or where one does not say."""
         mine = self.tell_held()
         patience = SETTLE_SECS if self.config.launch.shared_disk else 2 * SETTLE_SECS  # a courier takes its time
-        deadline = min(time.monotonic() + patience, self.stop_deadline + SALVAGE_SECS)
-        while (theirs := self.others.held()) is None and time.monotonic() < deadline:
+        deadline = min(time.monotonic() + self.config.launch.node_timeout, self.stop_deadline + SALVAGE_SECS)
+        while (theirs := self.others.held()) is None and time.monotonic() < deadline and not self.others.silent(patience):
             self.turn()
         if theirs is None:
             self.record("notice", text="not every node has said what it has in memory: none of that is saved")

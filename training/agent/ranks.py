@@ -325,7 +325,8 @@ class Ranks:
         """Have all ranks write their Python stacks to their logs (faulthandler on SIGUSR2), and give them a moment to do so."""
         for rank in self.ranks:
             if rank.pid and not rank.gone:
-                os.kill(rank.pid, signal.SIGUSR2)
+                with contextlib.suppress(ProcessLookupError):  # its parent, a launcher, has just reaped it
+                    os.kill(rank.pid, signal.SIGUSR2)
         deadline = time.monotonic() + STACK_DUMP_SECS
         while time.monotonic() < deadline and not any(rank.gone for rank in self.ranks):
             time.sleep(0.05)

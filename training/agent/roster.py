@@ -178,6 +178,15 @@ class Others:
             return None
         return [set(held.steps) if held else set() for held in found]
 
+    def silent(self, seconds: float) -> bool:
+        """Whether one that has not said what it has gives no sign of life for so long."""
+        for number, pulse in zip(self.numbers, self._pulses, strict=True):
+            beat = read_node(self._run, self._token, number)
+            still = pulse.still_secs(beat.counter if beat else -1)
+            if still > seconds and not self._has_ended(number) and not self._run.held(self._token, number).exists():
+                return True
+        return False
+
     def _has_ended(self, number: int) -> bool:
         return self._run.launch_end(self._token, number).exists()
 
