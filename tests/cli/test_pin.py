@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from perdure.training.checkpoint.facts import Fact, write_fact
+from perdure.training.config import load_config
 from perdure.training.run_dir import CheckpointName
 
 Command = Callable[..., Any]
@@ -16,8 +17,9 @@ Command = Callable[..., Any]
 def stored(made: Any) -> Any:
     """Both checkpoints are proven, here and in the store."""
     for step in (20, 40):
-        for copy in ("local", "store"):
-            write_fact(made.run, CheckpointName(step, 1), Fact(copy=copy, checked_at=time.time(), result="good"))
+        for copy, place in (("local", ""), ("store", load_config(made.toml).store_url)):
+            fact = Fact(copy=copy, checked_at=time.time(), result="good", location=place)
+            write_fact(made.run, CheckpointName(step, 1), fact)
     return made
 
 

@@ -17,8 +17,10 @@ Command = Callable[..., Any]
 
 
 def proven(made: Any, *steps: int, copy: str = "local") -> None:
+    place = load_config(made.toml).store_url if copy == "store" else ""
     for step in steps:
-        write_fact(made.run, CheckpointName(step, 1), Fact(copy=copy, checked_at=time.time(), result="good"))
+        fact = Fact(copy=copy, checked_at=time.time(), result="good", location=place)
+        write_fact(made.run, CheckpointName(step, 1), fact)
 
 
 def stored(made: Any, *steps: int) -> None:
