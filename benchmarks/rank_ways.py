@@ -200,7 +200,15 @@ class Run(Peer):
         if dist.get_rank() == 0:
             self._wire = self._wire or _saver(folder.parent)
             told = {"step": 1, "token": int(folder.name), "full": True, "ranks": len(self._every)}
-            how = {"encoding": "auto", "threads": THREADS, "retention": {}, "stored": False, "node": 0, "nodes": 1}
+            how = {
+                "encoding": "auto",
+                "threads": THREADS,
+                "retention": {},
+                "stored": False,
+                "node": 0,
+                "nodes": 1,
+                "shared_disk": True,
+            }
             self._wire.send({**told, **how}, tuple(self._every))
 
     def wait(self, folder: Path) -> None:
