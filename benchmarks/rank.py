@@ -62,7 +62,8 @@ def load(peer: Peer, folder: Path, setup: Setup, wanted: dict[str, Tensor]) -> V
     read = torch.tensor([bytes_read() - before - (aside.read if dist.get_rank() == 0 else 0)])
     for name, value in setup.tensors().items():
         if not torch.equal(local(value), wanted[name]):
-            raise RuntimeError(f"{name} came back otherwise")
+            count = int((local(value) != wanted[name]).sum())
+            raise RuntimeError(f"{type(peer).__name__}, {folder}: {count} elements of {name} came back otherwise")
     every = [torch.zeros_like(read) for _ in range(dist.get_world_size())]
     dist.all_gather(every, read)
     return {"restore": seconds, "read": [int(one) for one in every], "aside": aside.seconds}

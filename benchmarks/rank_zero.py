@@ -23,7 +23,7 @@ from perdure.training.engine.state import unwrapped
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 30 s of compiling for what only inference uses
 OWN, UNIVERSAL = "engine.save_checkpoint, fsync", "ds_to_universal and universal load"
-_TAG, _STEP = "bench", 300
+_TAG = "bench"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _CONVERT = """
 import json, time
@@ -65,21 +65,19 @@ def _engine(tracked: Tracked, stage: int) -> Any:  # Any: a DeepSpeedEngine
     deepspeed.init_distributed(dist_backend="gloo")
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 6e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "betas": (0.9, 0.95), "weight_decay": 0.1, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": True},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    _train(engine)  # moments begin to exist
-    for name, parameter in model.tiles.named_parameters():
-        master, state = real[name]
-        safe_set_full_fp32_param(parameter, master)
+    _train(engine)  # moments begin to exist; no weight moves
+    named = dict(model.tiles.named_parameters())
+    for name, parameter in named.items():
+        safe_set_full_fp32_param(parameter, real[name][0])
+    _train(engine)  # the bf16 weights follow
+    for name, parameter in named.items():
         for key in _MOMENTS:
-            safe_set_full_optimizer_state(parameter, state[key], key)
-    for master in _masters(engine):
-        state = engine.optimizer.optimizer.state[master]
-        state["step"] = torch.full_like(state["step"], _STEP) if isinstance(state["step"], Tensor) else _STEP
-    _train(engine)  # from the real state: the bf16 weights follow
+            safe_set_full_optimizer_state(parameter, real[name][1][key], key)
     return engine
 
 

@@ -25,11 +25,10 @@ _NOTE = (
     "Rows like 2 to 4: so many ranks saved, so many restore, each from what it needs."
 )
 _ZERO_NOTE = (
-    "bf16 with fp32 masters, torch's AdamW; the state is real, and after it one step of DeepSpeed's. The "
-    "universal load is that of what `engine.save_checkpoint` saved: rank 0 runs DeepSpeed's script with two workers, then all "
-    "load; of the script, Python's start and imports ({aside:.0f} s in the median) are left out of the seconds and the bytes. "
-    "Without the script DeepSpeed refuses a checkpoint of another number of ranks. ZeRO 2 saves and loads the same files as "
-    "ZeRO 1."
+    "bf16 weights with real fp32 masters and moments of torch's AdamW. The universal load is that of what "
+    "`engine.save_checkpoint` saved: rank 0 runs DeepSpeed's script with two workers, then all load; of the script, Python's "
+    "start and imports ({aside:.0f} s in the median) are left out of the seconds and the bytes. Without the script DeepSpeed "
+    "refuses a checkpoint of another number of ranks. ZeRO 2 saves and loads the same files as ZeRO 1."
 )
 
 
