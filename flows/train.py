@@ -172,7 +172,8 @@ class _Drive:
 
     def _job(self, kind: str, name: str, after: PrefectFuture[Any] | None = None) -> PrefectFuture[Any]:
         known = self.jobs.get((kind, name))
-        if known is not None and not known.state.is_final():
+        refused = known is not None and kind == "push" and known.state.is_failed()  # for good: another try cures nothing
+        if known is not None and (refused or not known.state.is_final()):
             return known
         if kind == "verify":
             future = verify.submit(str(self.run.root), name)
@@ -244,10 +245,11 @@ class _Drive:
 
     def finish(self) -> dict[str, Any] | None:  # Any: JSON values
         """Everything is trained: prove and copy the rest, say so once. None when the last checkpoint is damaged."""
+        last = lineage.lineage(self.run)[0]
+        self.jobs = {key: job for key, job in self.jobs.items() if key[1] == str(last) or not job.state.is_failed()}
         for _ in range(FINAL_PUSH_TRIES):
-            self.reconcile()
+            self.reconcile()  # an earlier copy that was refused too: somebody may have mended the store since
             self.settle(math.inf)
-            last = lineage.lineage(self.run)[0]
             if self.store is None or facts.is_in(self.run, last, "store"):
                 break
             problem, curable = self._not_pushed(last)
