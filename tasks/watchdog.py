@@ -18,6 +18,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 
@@ -61,9 +62,16 @@ def route(client: SyncPrefectClient, run: RunDir, config: Path | None) -> Route 
             if dead.deployment_id is not None:
                 return Route(deployment=dead.deployment_id, parameters=parameters, key=key)
     wanted = parameters.get("config")
-    found = client.read_deployments(flow_filter=FlowFilter(name=FlowFilterName(any_=["train"])), limit=_PAGE) if wanted else []
-    mine = [one for one in found if (one.parameters or {}).get("config") == wanted]
+    mine = [one for one in _train_deployments(client) if (one.parameters or {}).get("config") == wanted] if wanted else []
     return Route(deployment=mine[0].id, parameters={**mine[0].parameters, **parameters}, key=key) if len(mine) == 1 else None
+
+
+def _train_deployments(client: SyncPrefectClient) -> list[DeploymentResponse]:
+    found: list[DeploymentResponse] = []
+    train = FlowFilter(name=FlowFilterName(any_=["train"]))
+    while page := client.read_deployments(flow_filter=train, limit=_PAGE, offset=len(found)):
+        found += page
+    return found
 
 
 def waiting(client: SyncPrefectClient, found: Route) -> FlowRun | None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from harness import Direct, Run, copy_tiny
-from prefect import get_client
-from prefect.client.schemas.sorting import FlowRunSort
+from prefect_rows import flow_runs_of
 from storage.proxy import Reply, Seen, proxy_to
 
 from perdure.training.checkpoint import facts
@@ -42,10 +41,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def state_in_prefect(run: Run) -> str:
-    with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC)
-    [state] = [one.state for one in found if one.parameters.get("config") == str(run.toml)]
-    return state.type.value if state else ""
+    [one] = flow_runs_of(run)
+    return one.state.type.value if one.state else ""
 
 
 def test_errors_of_the_store_and_of_the_api_during_a_whole_run_lose_nothing(

@@ -15,7 +15,7 @@ from conftest import S3Server, copy_database
 from harness import Direct, Run, copy_tiny, kill, wait_until
 from prefect import get_client
 from prefect.client.schemas.filters import LogFilter
-from prefect.client.schemas.sorting import FlowRunSort
+from prefect_rows import flow_runs_of
 from storage.proxy import Seen, proxy_to
 
 from perdure.deployments import server
@@ -202,9 +202,8 @@ def test_store_that_refuses_at_the_end_is_named_and_another_one_gets_all(run: Ru
 
 
 def told_to_prefect(run: Run) -> list[str]:
-    newest_first = FlowRunSort.EXPECTED_START_TIME_DESC
+    [one] = flow_runs_of(run)
     with get_client(sync_client=True) as client:
-        [one] = [one for one in client.read_flow_runs(sort=newest_first) if one.parameters.get("config") == str(run.toml)]
         return [log.message for log in client.read_logs(LogFilter(flow_run_id={"any_": [one.id]}))]
 
 

@@ -20,6 +20,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Running
+from prefect_rows import flow_runs_of
 
 from perdure.deployments import server
 from perdure.flows.train import train
@@ -51,12 +52,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def flow_runs(client: SyncPrefectClient, run: Run) -> list[Any]:
-    found = client.read_flow_runs(flow_run_filter=FlowRunFilter())
-    ours = [one for one in found if one.parameters.get("config") == str(run.toml)]
-    return sorted(ours, key=lambda one: one.created)
-
-
 def tasks_of(client: SyncPrefectClient, flow_run: Any) -> list[Any]:
     return client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])))
 
@@ -71,13 +66,13 @@ def test_killed_flow_run_is_closed_linked_and_followed_to_the_same_bits(
     run: Run, client: SyncPrefectClient, trained: Run
 ) -> None:
     parent = run.start_held_at(12)
-    wait_until(lambda: artifacts_of(client, flow_runs(client, run)[0]).get("table"), "the first artifacts")
+    wait_until(lambda: artifacts_of(client, flow_runs_of(run)[0]).get("table"), "the first artifacts")
     kill(run.flow())
     run.go_on(told_to_stop=True)
     assert parent.wait(120) == 0, run.log()
     assert run.digest() == trained.digest()
     assert run.processes() == []
-    first, second = flow_runs(client, run)
+    first, second = flow_runs_of(run)
     assert [first.state.type, second.state.type] == [StateType.CRASHED, StateType.COMPLETED]
     assert "died without a word" in first.state.message
     assert str(second.id) in first.state.message
@@ -104,7 +99,7 @@ def test_flow_killed_while_the_run_is_stopped_is_closed_by_the_parent(run: Run, 
     kill(flow)
     run.go_on(told_to_stop=True)
     assert parent.wait(60) == 75, run.log()
-    (only,) = flow_runs(client, run)
+    (only,) = flow_runs_of(run)
     assert only.state.type == StateType.CRASHED
     assert [one.name for one in tasks_of(client, only) if one.state.type in OPEN] == []
 

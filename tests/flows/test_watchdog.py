@@ -19,6 +19,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymen
 from perdure.cli.main import main
 from perdure.flows import attend
 from perdure.flows.attend import Means
+from perdure.tasks import watchdog
 
 PATIENCE = 3.0
 
@@ -52,13 +53,19 @@ def dead(tmp_path: Path) -> Run:
     return run
 
 
-def test_two_watchdogs_at_once_start_one_flow_run_by_its_deployment(prefect_api: str, dead: Run) -> None:
+def test_two_watchdogs_at_once_start_one_flow_run_by_its_deployment(
+    prefect_api: str, dead: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That it goes on to the same bits, and is left alone while it lives, is in test_newcomer.py."""
+    monkeypatch.setattr(watchdog, "_PAGE", 1)  # more deployments than one answer of the API holds
     pool = f"pool-{uuid.uuid4().hex[:8]}"
     with get_client(sync_client=True) as client:
         client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
+        train = client.create_flow_from_name("train")
+        for other in ("0-before", "zz-after"):
+            client.create_deployment(flow_id=train, name=other, parameters={"config": "/another/run.toml"})
         deployed = client.create_deployment(
-            flow_id=client.create_flow_from_name("train"),
+            flow_id=train,
             name=dead.config.run.name,
             entrypoint="perdure.flows.train.train",
             work_pool_name=pool,
