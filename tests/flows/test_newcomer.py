@@ -4,6 +4,7 @@ the API, killed with its worker, gone on elsewhere to the same bits; archived, t
 import contextlib
 import json
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,6 +97,10 @@ def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             yield url
 
 
+def _begun(flow_run: FlowRun) -> bool:
+    return flow_run.state is not None and not flow_run.state.is_scheduled() and not flow_run.state.is_pending()
+
+
 @dataclass
 class Newcomer:
     """Somebody with a shell, a run.toml and a browser."""
@@ -125,10 +130,17 @@ class Newcomer:
                         client.delete_flow_run(one.id)
 
     def starts(self, verb: str, **parameters: object) -> UUID:
-        """By the API, as the button in the UI does."""
-        started = run_deployment(f"{verb}/{self.name}", parameters=parameters, timeout=0, as_subflow=False)
-        assert isinstance(started, FlowRun)
-        return started.id
+        """By the API, as the button in the UI does; again while one that its schedule had started before is still at work."""
+        with get_client(sync_client=True) as client:
+            while True:
+                started = run_deployment(f"{verb}/{self.name}", parameters=parameters, timeout=0, as_subflow=False)
+                assert isinstance(started, FlowRun)
+                flow_run = started.id
+                wait_until(lambda: _begun(client.read_flow_run(flow_run)), f"{verb} at work")  # noqa: B023
+                state = client.read_flow_run(flow_run).state
+                if state is None or not state.is_cancelled() or "concurrency limit" not in (state.message or ""):
+                    return flow_run
+                time.sleep(1.0)
 
     def sees(self, flow_run: UUID, words: str) -> None:
         """The flow run is completed, and its log says so."""
