@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,32 @@ def test_without_launches_or_folders_there_is_nothing_and_no_error(run: RunDir) 
     assert read_launches(run) == {}
     assert read_end(run, 1) is None
     assert catalog.newest_with(run, {"verified"}) is None
+
+
+def listed(run: RunDir) -> list[CheckpointName]:
+    return [one.name for one in catalog.list_checkpoints(run)]
+
+
+@pytest.mark.parametrize("look", [committed, listed])
+def test_of_one_that_is_pruned_while_we_look_the_newer_one_is_found(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, look: Callable[[RunDir], list[CheckpointName]]
+) -> None:
+    """Case P4: a save and the prune after it come between our listing and the look at what is in it."""
+    launch(run, 1)
+    commit(run, 2)
+    real, acted = Path.iterdir, list[bool]()
+
+    def late(folder: Path) -> Iterator[Path]:
+        there = list(real(folder))
+        if folder == run.checkpoints and not acted:
+            acted.append(True)
+            commit(run, 4)
+            files.remove_tree(run.checkpoint(name(2)))
+        return iter(there)
+
+    monkeypatch.setattr(Path, "iterdir", late)
+    assert look(run) == [name(4)]
+    assert acted
 
 
 names = st.builds(CheckpointName, st.integers(0, 9), st.integers(1, 6))

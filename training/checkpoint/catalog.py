@@ -57,7 +57,7 @@ class Catalog:
 
 def read_catalog(run: RunDir) -> Catalog:
     """All that is known of a run's checkpoints, from one look at each folder and file."""
-    found = {path: sizes_in(path) for path in _children(run.checkpoints)}
+    found = _look(run.checkpoints)
     launches = read_launches(run)
     names = {name: path for path, sizes in found.items() if MANIFEST in sizes and (name := CheckpointName.parse(path.name))}
     ours = set(follow(launches, list(names)))
@@ -67,6 +67,14 @@ def read_catalog(run: RunDir) -> Catalog:
         left += [names[name] / file for file in strays(found[names[name]], listed[name].manifest)]
     left += [path for place in (run.launches, run.pins) for path in _children(place) if files.is_temporary(path.name)]
     return Catalog(tuple(listed.values()), tuple(sorted(left)))
+
+
+def _look(checkpoints: Path) -> dict[Path, dict[str, int]]:
+    """What is in each folder, in the order of `lineage.committed`: a newer one is not missed where an older one goes for it."""
+    while True:
+        found = {path: sizes_in(path) for path in sorted(_children(checkpoints))}
+        if set(_children(checkpoints)) <= set(found):
+            return found
 
 
 def list_checkpoints(run: RunDir) -> list[Listed]:

@@ -75,10 +75,18 @@ def read_end(run: RunDir, token: int, node: int = 0) -> LaunchEnd | None:
 
 
 def committed(run: RunDir) -> list[CheckpointName]:
-    """Every checkpoint with a manifest, by step and token, in the lineage or not."""
+    """Every checkpoint with a manifest, by step and token, in the lineage or not. One that is pruned while we look goes for a
+    newer one, which is not missed: older ones are looked at first, and all again when a folder came meanwhile."""
+    while True:
+        names = _folders(run)
+        found = [name for name in sorted(names) if run.manifest(name).exists()]
+        if _folders(run) <= names:
+            return found
+
+
+def _folders(run: RunDir) -> set[CheckpointName]:
     folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
-    names = (CheckpointName.parse(folder.name) for folder in folders)
-    return sorted(name for name in names if name is not None and run.manifest(name).exists())
+    return {name for folder in folders if (name := CheckpointName.parse(folder.name)) is not None}
 
 
 def lineage(run: RunDir) -> list[CheckpointName]:
