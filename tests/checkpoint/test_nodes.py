@@ -4,9 +4,11 @@ have written, or not at all."""
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from two_nodes import rank, share
 
 from perdure.training import files
 from perdure.training.checkpoint import manifest as manifests
+from perdure.training.checkpoint import nodes
 from perdure.training.checkpoint.manifest import Manifest
 from perdure.training.checkpoint.reader import open_checkpoint
 from perdure.training.checkpoint.shared import parts
@@ -85,6 +88,43 @@ def test_a_node_that_was_killed_writes_again_and_the_same_comes_out(run: RunDir,
     assert not (run.checkpoint(name) / ".rank-00001.pack.1-1.tmp").exists()
     assert share(run, 0, name) == manifests.read(run.checkpoint(name)), "asked again after the commit"
     assert share(run, 1, name) is None
+
+
+def test_a_node_that_is_asked_again_while_node_0_commits_has_nothing_to_do(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its saver died once it had told its part; node 0 commits, and removes what they told, between two looks of the next."""
+    name, go_on, written = CheckpointName(2, 1), threading.Event(), threading.Event()
+    make, look = nodes.make_manifest, manifests.is_committed
+
+    def held(*arguments: Any) -> Manifest:
+        written.set()
+        assert go_on.wait(60)
+        return make(*arguments)
+
+    monkeypatch.setattr(nodes, "make_manifest", held)
+    with ThreadPoolExecutor() as pool:
+        zero = pool.submit(share, run, 0, name)
+        assert share(run, 1, name) is None
+        assert written.wait(60)
+
+        def late(run: RunDir, name: CheckpointName) -> bool:
+            found = look(run, name)
+            monkeypatch.setattr(manifests, "is_committed", look)
+            go_on.set()
+            zero.result(60)
+            return found
+
+        def never(path: Path, _: object) -> None:
+            raise AssertionError(f"it waits for {path}, which nobody writes again")
+
+        monkeypatch.setattr(manifests, "is_committed", late)
+        monkeypatch.setattr(nodes, "_await", never)
+        try:
+            assert share(run, 1, name) is None
+        finally:
+            go_on.set()
+    assert {path.suffix for path in run.checkpoint(name).iterdir()} == {".pack", ".index", ".json"}
 
 
 @pytest.mark.parametrize("victim", [0, 1])

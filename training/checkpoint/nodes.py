@@ -98,9 +98,10 @@ class Share:
         is written again, or kept where it is whole. Raises OSError, CheckpointDamaged."""
         run, name, number = self.run, self.name, self.node.number
         files.make_dirs(run.checkpoint(name))
+        told = number > 0 and run.part(name, number).exists()  # looked at first: node 0 commits, then removes it
         if manifests.is_committed(run, name):
             return self._committed() if number == 0 else None
-        if number and run.part(name, number).exists():
+        if told:
             return None
         with self._agreed_base() as base:
             offers = [_await(run.offer(name, other), Offer) for other in range(self.node.nodes)]
