@@ -82,14 +82,21 @@ class S3Server:
         return name
 
 
+_given: set[int] = set()
+"""Ports that tests of this process have got: whoever got one need not listen there yet."""
+
+
 def free_port(*, spare: int = 0) -> int:
-    """A port that nothing uses, below the range the kernel gives out, with `port + offset` free too up to `spare`."""
+    """A port that nothing uses and nobody else gets: each worker of the suite has its own. So are `port + offset` up to
+    `spare`, and those 10,000 above, where weed speaks gRPC; all below the range the kernel gives out."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    width = 10_000 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
-        port = 10_100 + secrets.randbelow(20_000)
-        if all(_is_free(port + offset) for offset in range(spare + 1)) and all(
-            _is_free(port + offset + 10_000) for offset in range(spare + 1)
-        ):
-            return port
+        first = 10_100 + worker * width + secrets.randbelow(width - spare)
+        ports = set(range(first, first + spare + 1))
+        if not ports & _given and all(_is_free(port) and _is_free(port + 10_000) for port in ports):
+            _given.update(ports)
+            return first
 
 
 def _is_free(port: int) -> bool:
