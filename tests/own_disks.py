@@ -66,7 +66,7 @@ class Machines:
         with ThreadPoolExecutor() as pool:
             zero, other = pool.map(lambda number: self.share(number, name, full=full), (0, 1))
         for one in couriers:
-            one.end(10.0)
+            one.end(60.0)
         assert other is None
         assert zero is not None
         return zero

@@ -45,9 +45,10 @@ def test_small_items_are_worked_on_by_the_caller_itself() -> None:
 
 
 def test_a_failure_comes_out_in_its_place_and_nothing_is_left_running() -> None:
-    before = threading.active_count()
+    ran: set[threading.Thread] = set()
 
     def work(item: int) -> int:
+        ran.add(threading.current_thread())
         if item == 7:
             raise ValueError("seven")
         return item
@@ -56,4 +57,5 @@ def test_a_failure_comes_out_in_its_place_and_nothing_is_left_running() -> None:
     assert [next(found)[0] for _ in range(7)] == list(range(7))
     with pytest.raises(ValueError, match="seven"):
         next(found)
-    assert threading.active_count() == before
+    assert ran
+    assert not any(thread.is_alive() for thread in ran)

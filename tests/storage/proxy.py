@@ -53,6 +53,12 @@ def _flip(body: bytes) -> bytes:
     return body[:-1] + bytes([body[-1] ^ 1]) if body else body
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+    """Of five, a transfer in eight threads has some turned away whenever this process stands still."""
+
+
 class Proxy:
     def __init__(self, target: str, rule: Rule) -> None:
         self.log: list[Seen] = []
@@ -119,8 +125,7 @@ class Proxy:
             def handle_expect_100(self) -> bool:
                 return super().handle_expect_100()
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
     def operations(self) -> list[str]:

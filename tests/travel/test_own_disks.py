@@ -172,9 +172,11 @@ def test_a_part_that_the_store_does_not_have_is_never_committed(machines: Machin
         while not machines.runs[1].offer(NAME, 1).exists():
             pass
         failing = pool.submit(machines.share, 0, NAME)
-        while not one.done():
+        arrived = (machines.runs[0].offer(NAME, 1), machines.runs[1].offer(NAME, 0))
+        while not all(offer.exists() for offer in arrived):
             for each in couriers:
                 each.exchange()
+        assert one.result(60) is None  # stored and told, and node 0 has not heard of it yet
         machines.store.delete([RunDir.checkpoint_key(NAME, "rank-00001.pack")])
         while not failing.done():
             couriers[0].exchange()
@@ -266,12 +268,12 @@ def test_while_the_store_is_away_nobody_is_held_to_be_silent(folder_machines: Ma
     zero, store, root = folder_machines.runs[0], folder_machines.store, folder_machines.folder / "store"
     store.put(RunDir.node_key(1, "node-1.json"), msgspec.json.encode(Beat(process=identify(), counter=1)))
     until(lambda: roster.read_node(zero, 1, 1))
-    others = Others(zero, 1, LaunchSection(nodes=2, node_timeout=1.0), working.listened)
-    assert others.look() == ("", "")
     away = root.rename(root.with_name("away"))
     root.write_bytes(b"no folder")
     until(lambda: working.trouble)
     heard = working.listened()
+    others = Others(zero, 1, LaunchSection(nodes=2, node_timeout=1.0), working.listened)
+    assert others.look() == ("", "")
     time.sleep(1.5)  # more than node_timeout
     assert working.listened() == heard
     assert others.look() == ("", "")

@@ -327,10 +327,11 @@ def test_another_budget_is_refused(text: str) -> None:
 def test_over_days_everything_is_read_in_turn(made: Any, folder_store: FolderStore) -> None:
     for step in (100, 200, 300):
         push(made.dir, folder_store, made.commit(step, 1))
+    now = time.time()
     for step, age in ((100, 50.0), (200, 90.0), (300, 70.0)):
-        fact = Fact(copy="local", checked_at=time.time() - age, result="good")
+        fact = Fact(copy="local", checked_at=now - age, result="good")
         facts.write_fact(made.dir, CheckpointName(step, 1), fact)
-        facts.write_fact(made.dir, CheckpointName(step, 1), Fact(copy="store", checked_at=time.time() - age - 1, result="good"))
+        facts.write_fact(made.dir, CheckpointName(step, 1), Fact(copy="store", checked_at=now - age - 1, result="good"))
     seen = []
     for _ in range(6):
         copies = copies_of(made, *at(folder_store))
