@@ -207,7 +207,7 @@ def test_a_newcomer_kills_everything_and_loses_nothing(
         found = {one["check"]: one["level"] for one in newcomer.types("doctor")["checks"]}
         looked = ("Prefect API", "Prefect leases", "deployment", "worker", "store put", "store delete", "Slack token")
         assert {check: found[check] for check in looked} == dict.fromkeys(looked, "ok")
-        assert newcomer.watches()["state"] == "alive"
+        assert newcomer.watches("--patience", 10)["state"] == "alive"  # an agent that gets no processor beats late
 
         newcomer.loses_worker(worker)
         told = newcomer.watches("--dry-run")
