@@ -20,7 +20,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from perdure.flows import hooks
 from perdure.flows.restart import attempts_of, decide
 from perdure.flows.start import Start, next_token, open_run
-from perdure.tasks.artifacts import Board
+from perdure.tasks.artifacts import CALM_SECS, HURRIED_SECS, Board
 from perdure.tasks.blocks import load_secrets
 from perdure.tasks.notify import notify
 from perdure.tasks.pulse import LAUNCHED, pulse
@@ -308,12 +308,14 @@ def train(
     with RunLock.acquire(run, orphan_wait=checked.launch.stop_grace + END_MARGIN_SECS) as lock:
         run.stop_request.unlink(missing_ok=True)
         first = since if since is not None else max(lineage.read_launches(run), default=0) + 1
-        drive = _Drive(checked, overrides or [], replan, first, lock)
+        drive, ending = _Drive(checked, overrides or [], replan, first, lock), HURRIED_SECS
         try:
-            return drive.go()
+            done = drive.go()
+            ending = CALM_SECS
+            return done
         except Stopped as stopped:
             run.stop_request.unlink(missing_ok=True)
             return Cancelled(message=str(stopped))
         finally:
             drive.hurry = True  # where a signal ended it: a transfer goes on next time
-            drive.board.close()
+            drive.board.close(ending)

@@ -31,8 +31,9 @@ MIN_SECS = 15.0
 """Between two updates, however short the chunks are."""
 REFRESH_SECS = 300.0
 """A long chunk is shown as it goes."""
-TIMEOUT_SECS = 5.0
-_ENDING_SECS = 6.0
+TIMEOUT_SECS = 10.0
+HURRIED_SECS, CALM_SECS = 6.0, 20.0
+"""How long the last update may take: where the flow has to leave, and where the run is complete."""
 _OVER = " (this one is over; below is what it drew last)"
 _TROUBLE = (httpx.HTTPError, PrefectException, PerdureError, OSError, ValueError, RuntimeError)
 
@@ -65,12 +66,12 @@ class Board:
         """Show what is new, soon; returns at once."""
         self._asked.set()
 
-    def close(self) -> None:
-        """Show the end, if the server takes it in time, and write down that this process left in order."""
+    def close(self, within: float) -> None:
+        """Show the end, if the server takes it within so many seconds, and write down that this process left in order."""
         self._closing.set()
         self._asked.set()
         if self.record is not None:
-            self._thread.join(_ENDING_SECS)
+            self._thread.join(within)
             self.record.ended = time.time()
             with contextlib.suppress(OSError):
                 flow_runs.write(self.run, self.record)

@@ -290,6 +290,15 @@ def secret_block(prefect_api: str) -> Iterator[Callable[[str, str], None]]:
         Secret.delete(name)
 
 
+@pytest.fixture
+def patient_slack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A well-behaved Slack stays so where this process, which is both ends of the line, stands still for a while."""
+    from perdure.tasks import slack  # here: most tests do not want its seconds
+
+    monkeypatch.setattr(slack, "TIMEOUT_SECS", 60.0)
+    monkeypatch.setattr(slack, "BUDGET_SECS", 120.0)
+
+
 @pytest.fixture(scope="module")
 def prefect_api(prefect_server: server.LocalServer) -> Iterator[str]:
     """URL of the API; also in PREFECT_API_URL while the module runs."""

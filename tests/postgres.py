@@ -82,4 +82,8 @@ def running_server(database: Database, home: Path) -> Iterator[str]:
         yield url
     finally:
         server.terminate()
-        server.wait(30)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()

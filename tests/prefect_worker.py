@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import Run
-from prefect import get_client
-from prefect.client.schemas.filters import FlowRunFilter
+from prefect_rows import deployed_flow_runs_of
 
 from perdure.training.process import ProcessId, identify
 
@@ -67,11 +66,8 @@ def flow_process(run: Run) -> ProcessId:
 
 
 def flow_runs(run: Run) -> list[Any]:
-    """Those of a deployment of this run that no schedule made, oldest first, upkeep included."""
-    with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(flow_run_filter=FlowRunFilter())
-    mine = [one for one in found if one.deployment_id is not None and not one.auto_scheduled]
-    return sorted((one for one in mine if one.parameters.get("config") == str(run.toml)), key=lambda one: one.created)
+    """Those of its own deployments and of `train/tests` that no schedule made, oldest first, upkeep included."""
+    return deployed_flow_runs_of(run, run.config.run.name, "tests")
 
 
 def states(run: Run) -> list[str]:

@@ -128,7 +128,8 @@ class Run:
         return self.step() > 0
 
     def events(self) -> list[dict[str, object]]:
-        return [json.loads(line) for line in self.dir.events.read_text().splitlines()]
+        """A line that is being written waits for the next look, as for every reader."""
+        return [json.loads(line) for line in self.dir.events.read_text().split("\n")[:-1]]
 
     def kinds(self) -> list[str]:
         return [str(event["kind"]) for event in self.events()]

@@ -19,7 +19,7 @@ from prefect import get_client
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentUpdate
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowRunFilter, FlowRunFilterId
 from prefect.deployments import run_deployment
 from prefect.events import emit_event
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -365,7 +365,8 @@ def test_stale_heartbeat_also_starts_the_watchdog_of_that_run(
     assert [one.type for one in automation.actions] == ["change-flow-run-state", "run-deployment"]
     assert getattr(automation.actions[1], "deployment_id", None) == watchdog.id
     assert watchdog.parameters == {"config": str(toml)}
-    mine = [one.id for one in client.read_deployments() if (one.parameters or {}).get("config") == str(toml)]
+    named = DeploymentFilter(name=DeploymentFilterName(any_=[name_of(toml)]))
+    mine = [one.id for one in client.read_deployments(deployment_filter=named)]
     watched = automation.trigger.match_related["prefect.resource.id"]
     assert set(watched) == {f"prefect.deployment.{one}" for one in mine}, "a dead flow run of upkeep is closed too"
     assert len(mine) > 2

@@ -22,6 +22,7 @@ from storage.proxy import Reply, Seen, proxy_to
 
 from perdure.cli.main import main
 from perdure.deployments.checks import server as server_checks
+from perdure.deployments.checks import slack as slack_checks
 from perdure.deployments.checks.finding import Finding, Subject, ok
 from perdure.deployments.doctor import examine
 from perdure.tasks.blocks import AWS
@@ -45,6 +46,7 @@ def doctor(toml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     """Runs it on the tiny run with these settings; its exit code and what it found. No server unless a test has one."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.delenv("SLACK_BOT_TOKEN", raising=False)
+    monkeypatch.setattr(slack_checks, "_TIMEOUT_SECS", 60.0)  # this process is both ends of that line
 
     def doctor(*settings: str) -> tuple[int, Findings]:
         capsys.readouterr()

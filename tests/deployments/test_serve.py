@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from harness import PERDURE, Run, children, command_line, copy_tiny, kill, wait_until
 from prefect import get_client
-from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 from prefect.deployments import run_deployment
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_SSL_CERT_FILE, PREFECT_API_URL, temporary_settings
 from tls_proxy import tls_proxy
@@ -27,6 +27,8 @@ from perdure.training.process import ProcessId, identify
 from perdure.training.run_dir import RunDir
 
 SLOW = "params.sleep=0.6"
+HEARD = {"perdure.launched", "perdure.chunk"}
+"""A server writes events down some seconds after it took them."""
 PASSWORD = "planted-password-7d1e"
 USER = f"me:{PASSWORD}"
 
@@ -46,9 +48,9 @@ def start(run: Run) -> Any:
 def states(run: Run) -> list[str]:
     with get_client(sync_client=True) as client:
         made = client.read_deployment_by_name(f"train/{run.config.run.name}")
-        found = client.read_flow_runs(flow_run_filter=FlowRunFilter())
-    mine = sorted((one for one in found if one.deployment_id == made.id), key=lambda one: one.created)
-    return [one.state.type.value for one in mine if one.state is not None]
+        ours = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[made.id]))
+        found = client.read_flow_runs(flow_run_filter=ours)
+    return [one.state.type.value for one in sorted(found, key=lambda one: one.created) if one.state is not None]
 
 
 def descendants(pid: int) -> list[ProcessId]:
@@ -155,7 +157,7 @@ def test_through_tls_ctrl_c_saves_and_ends_all(guarded: Guarded, toml: Path) -> 
     assert not run.dir.stop_request.exists()
     assert guarded.url in serve.log.read_text()
     assert not [path for path in toml.parent.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
-    assert events_of_deployment(run) == {"perdure.launched", "perdure.chunk"}, "what the stall automation waits for"
+    wait_until(lambda: events_of_deployment(run) == HEARD, "what the stall automation waits for")
 
 
 @pytest.mark.chaos  # more than a minute; that a killed flow process is followed is in test_worker.py too
@@ -173,7 +175,7 @@ def test_flow_process_killed_is_followed_at_once_and_nothing_follows_ctrl_c(pref
         assert not [one for one in seen if one.is_alive()]
     assert states(run) == ["CRASHED", "CANCELLED"]
     assert run.committed()[-1].step >= 21
-    assert events_of_deployment(run) == {"perdure.launched", "perdure.chunk"}, "what the stall automation waits for"
+    wait_until(lambda: events_of_deployment(run) == HEARD, "what the stall automation waits for")
 
 
 def flow_process(run: Run) -> ProcessId:

@@ -26,6 +26,7 @@ SHARE = ["store.url=", "tiers.share.url=share", "tiers.share.every=20"]
 SETTINGS = [*SHARE, "tiers.far.url=far"]
 
 
+@pytest.mark.usefixtures("patient_slack")
 def test_tiers_are_filled_and_told_once(tmp_path: Path, prefect_api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     toml = copy_tiny(tmp_path / "tiny")
     assert archive(str(toml), SETTINGS)["planned"] == [], "a run that has not started"

@@ -140,6 +140,7 @@ class Newcomer:
                 state = client.read_flow_run(flow_run).state
                 if state is None or not state.is_cancelled() or "concurrency limit" not in (state.message or ""):
                     return flow_run
+                client.delete_flow_run(flow_run)  # it is none of those whose states are counted
                 time.sleep(1.0)
 
     def sees(self, flow_run: UUID, words: str) -> None:
@@ -219,7 +220,7 @@ def test_a_newcomer_kills_everything_and_loses_nothing(
         found = {one["check"]: one["level"] for one in newcomer.types("doctor")["checks"]}
         looked = ("Prefect API", "Prefect leases", "deployment", "worker", "store put", "store delete", "Slack token")
         assert {check: found[check] for check in looked} == dict.fromkeys(looked, "ok")
-        assert newcomer.watches()["state"] == "alive"
+        assert newcomer.watches("--patience", 10)["state"] == "alive"  # an agent that gets no processor beats late
 
         newcomer.loses_worker(worker)
         told = newcomer.watches("--dry-run")

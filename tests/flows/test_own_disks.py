@@ -19,6 +19,7 @@ from perdure.training.run_dir import CheckpointName, RunDir
 from perdure.training.storage.folder import FolderStore
 
 NEWER = CheckpointName(4, 1)
+OWN_DISKS = ["launch.nodes=2", "launch.shared_disk=false", "run.dir=bare"]
 
 
 @pytest.fixture
@@ -32,8 +33,7 @@ def machines(tmp_path: Path) -> Machines:
 @pytest.fixture
 def config(tmp_path: Path, machines: Machines) -> RunConfig:
     """Of a node 0 whose directory is not there."""
-    settings = ["launch.nodes=2", "launch.shared_disk=false", "launch.node_timeout=1", f"store.url={machines.store.url}"]
-    return load_config(copy_tiny(tmp_path / "tiny"), [*settings, "run.dir=bare"])
+    return load_config(copy_tiny(tmp_path / "tiny"), [f"store.url={machines.store.url}", *OWN_DISKS, "launch.node_timeout=1"])
 
 
 def start(config: RunConfig, machines: Machines) -> Start:
@@ -79,8 +79,9 @@ def living(machines: Machines) -> Iterator[None]:
 
 @pytest.mark.usefixtures("living")
 def test_while_node_0_lives_on_another_machine_there_is_no_second_one(config: RunConfig, machines: Machines) -> None:
+    patient = load_config(config.path, [f"store.url={machines.store.url}", *OWN_DISKS, "launch.node_timeout=60"])
     with pytest.raises(RunBusy, match="node 0 of launch 1 is alive on a"):
-        start(config, machines)
+        start(patient, machines)
 
 
 def test_a_directory_of_another_history_is_refused(config: RunConfig, machines: Machines) -> None:

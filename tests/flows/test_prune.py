@@ -63,6 +63,7 @@ def notices(toml: Path) -> list[str]:
     return [event.data["text"] for event in events.read(run_of(toml)) if event.kind == "notice"]
 
 
+@pytest.mark.usefixtures("patient_slack")
 def test_what_was_planned_is_deleted_and_said_once(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLACK_BOT_TOKEN", CANARY)
     with SlackServer(CANARY) as slack:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def tasks_of(client: SyncPrefectClient, flow_run: Any) -> list[Any]:
-    return client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])))
+def open_tasks_of(client: SyncPrefectClient, flow_run: Any) -> list[str]:
+    """To be waited for: a server writes down the states of task runs some time after it took them."""
+    found = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])))
+    return [one.name for one in found if one.state is not None and one.state.type in OPEN]
 
 
 def artifacts_of(client: SyncPrefectClient, flow_run: Any) -> dict[str, Any]:
@@ -62,11 +65,17 @@ def artifacts_of(client: SyncPrefectClient, flow_run: Any) -> dict[str, Any]:
     return {one.type: one for one in found}
 
 
+def shows_launch(client: SyncPrefectClient, flow_run: Any) -> bool:
+    """Its first update may come just before its first launch, and the next one only at its distance."""
+    shown = artifacts_of(client, flow_run)
+    return "launch:1" in flow_run.tags and "table" in shown and "](data:image/svg+xml;base64," in shown["markdown"].data
+
+
 def test_killed_flow_run_is_closed_linked_and_followed_to_the_same_bits(
     run: Run, client: SyncPrefectClient, trained: Run
 ) -> None:
     parent = run.start_held_at(12)
-    wait_until(lambda: artifacts_of(client, flow_runs_of(run)[0]).get("table"), "the first artifacts")
+    wait_until(lambda: shows_launch(client, flow_runs_of(run)[0]), "its first launch in its artifacts")
     kill(run.flow())
     run.go_on(told_to_stop=True)
     assert parent.wait(120) == 0, run.log()
@@ -76,7 +85,7 @@ def test_killed_flow_run_is_closed_linked_and_followed_to_the_same_bits(
     assert [first.state.type, second.state.type] == [StateType.CRASHED, StateType.COMPLETED]
     assert "died without a word" in first.state.message
     assert str(second.id) in first.state.message
-    assert [one.name for one in tasks_of(client, first) + tasks_of(client, second) if one.state.type in OPEN] == []
+    wait_until(lambda: open_tasks_of(client, first) + open_tasks_of(client, second) == [], "no task run left open")
     records = [json.loads(path.read_text()) for path in run.dir.flow_runs.glob("*.json")]
     assert {one["page"].rpartition("/v2/")[2] for one in records} == {f"runs/flow-run/{one.id}" for one in (first, second)}
     assert {"run:tiny", "launch:1"} <= set(first.tags)
@@ -101,7 +110,7 @@ def test_flow_killed_while_the_run_is_stopped_is_closed_by_the_parent(run: Run, 
     assert parent.wait(60) == 75, run.log()
     (only,) = flow_runs_of(run)
     assert only.state.type == StateType.CRASHED
-    assert [one.name for one in tasks_of(client, only) if one.state.type in OPEN] == []
+    wait_until(lambda: open_tasks_of(client, only) == [], "no task run left open")
 
 
 def board(run: Run, flow_run_id: str) -> Board:
@@ -109,6 +118,14 @@ def board(run: Run, flow_run_id: str) -> Board:
     return Board(run.config, [], flow_run_id, [], logger)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that takes long is no failure, and no update comes by time alone."""
+    monkeypatch.setattr(artifacts, "TIMEOUT_SECS", 100.0)
+    monkeypatch.setattr(artifacts, "MIN_SECS", 100.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_many_chunks_are_three_rows_and_few_events(trained: Run, client: SyncPrefectClient) -> None:
     flow_run = client.create_flow_run(train, parameters={"config": str(trained.toml)}, state=Running())
     shown = board(trained, str(flow_run.id))
@@ -119,7 +136,7 @@ def test_many_chunks_are_three_rows_and_few_events(trained: Run, client: SyncPre
         wait_until(
             lambda loss=f"loss {step}": loss in artifacts_of(client, flow_run).get("markdown", _Nothing).data, "an update"
         )
-    shown.close()
+    shown.close(100.0)
     rows = artifacts_of(client, flow_run)
     assert len(rows) == 3
     assert [row["step"] for row in rows["table"].data][:2] == [40, 35]
@@ -131,6 +148,7 @@ class _Nothing:
     data = ""
 
 
+@pytest.mark.usefixtures("patient")
 def test_updates_keep_their_distance(run: Run, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred chunks in a moment are the first update and the one at the end."""
     create_run_info(run.dir, run.config)
@@ -143,8 +161,24 @@ def test_updates_keep_their_distance(run: Run, client: SyncPrefectClient, monkey
     wait_until(lambda: artifacts_of(client, flow_run).get("table"), "the first update")
     for _ in range(100):
         shown.ask()
-    shown.close()
+    shown.close(100.0)
     assert len(drawn) == 2
+
+
+@pytest.mark.usefixtures("patient")
+def test_end_of_a_complete_run_is_waited_for(run: Run, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_run_info(run.dir, run.config)
+    flow_run = client.create_flow_run(train, parameters={"config": str(run.toml)}, state=Running())
+    slow, real = threading.Event(), artifacts.page.render
+    monkeypatch.setattr(artifacts.page, "render", lambda *args, **more: slow.wait(100) and real(*args, **more))
+    shown = board(run, str(flow_run.id))
+    shown.close(0.0)  # in a hurry
+    assert artifacts_of(client, flow_run) == {}
+    ending = threading.Thread(target=shown.close, args=(100.0,))
+    ending.start()
+    slow.set()
+    ending.join()
+    assert set(artifacts_of(client, flow_run)) == {"progress", "markdown", "table"}
 
 
 @pytest.mark.parametrize("kind", ["refuses", "is silent"])
@@ -154,6 +188,10 @@ def test_server_that_fails_is_said_once_and_holds_nobody_up(
     create_run_info(run.dir, run.config)
     monkeypatch.setattr(artifacts, "TIMEOUT_SECS", 60.0)
     caplog.set_level(logging.INFO)
+
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "board"]
+
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         if kind == "is silent":
@@ -163,15 +201,14 @@ def test_server_that_fails_is_said_once_and_holds_nobody_up(
             shown.min_secs = 0.0
             shown.ask()
             if kind == "is silent":
-                assert not caplog.records, "nobody waited for the answer"
+                assert not said(), "nobody waited for the answer"
                 listener.accept()[0].close()
-            wait_until(lambda: caplog.records, "the warning")
+            wait_until(said, "the warning")
             monkeypatch.setattr(artifacts, "TIMEOUT_SECS", 0.3)
             shown.ask()
-            shown.close()
-    said = [record.getMessage() for record in caplog.records if record.name == "board"]
-    assert len(said) == 1
-    assert "training goes on" in said[0]
+            shown.close(artifacts.HURRIED_SECS)
+    [warning] = said()
+    assert "training goes on" in warning
 
 
 SECRETS = {

@@ -14,6 +14,8 @@ from prefect.deployments import run_deployment
 from prefect.states import Cancelling
 from prefect_worker import flow_process, flow_runs, serving_pool, states
 
+from perdure.training.process import ProcessId
+
 
 @pytest.fixture(scope="module")
 def worker(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -38,21 +40,28 @@ def open_tasks(run: Run) -> list[str]:
     return [one.name for one in found if one.state is None or not one.state.is_final()]
 
 
+def is_held_again(run: Run, before: ProcessId | None) -> bool:
+    """By a rank after that one, which may have come as far."""
+    rank, held = run.rank(), run.toml.parent / "held"
+    return rank is not None and rank != before and held.exists() and held.read_text() == str(rank.pid)
+
+
 def test_flow_process_killed_or_told_to_end_is_followed_by_a_new_flow_run_that_completes(run: Run) -> None:
     """Told by SIGTERM, as on a drained or preempted machine, the trainer saves, and the next goes on from that very step."""
     run.settings += run.held_at(30)
     start(run)
     wait_until(lambda: run.step() >= 12, "step 12")
+    first = run.rank()
     kill(flow_process(run))
     wait_until(lambda: states(run) == ["CRASHED", "RUNNING"], "a second flow run")
-    run.wait_until_held()
+    wait_until(lambda: is_held_again(run, first), "the second launch at step 30")
     flow_process(run).send(signal.SIGTERM)
     run.go_on(told_to_stop=True)
     wait_until(lambda: states(run) == ["CRASHED", "CRASHED", "COMPLETED"], "two crashed flow runs and a completed one")
     assert run.committed()[-1].step == 40
     assert run.kinds().count("completed") == 1
     assert "train tiny" in {one.name for one in flow_runs(run)}
-    assert open_tasks(run) == [], "nor does a task run say Running for ever"
+    wait_until(lambda: open_tasks(run) == [], "nor does a task run say Running for ever")
     third, stopped = run.dir.launch_record(3).read_text(), [one for one in run.events() if one["kind"] == "stopped"]
     assert f'"{int(str(stopped[-1]["step"])):012d}-0002"' in third
 

@@ -15,7 +15,7 @@ CANARY = "xoxb-canary-0123456789-abcdefABCDEF"
 
 
 @pytest.fixture
-def slack(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlackServer]:
+def slack(monkeypatch: pytest.MonkeyPatch, patient_slack: None) -> Iterator[SlackServer]:
     monkeypatch.setenv("SLACK_BOT_TOKEN", CANARY)
     with SlackServer(CANARY) as server:
         yield server

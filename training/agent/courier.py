@@ -224,11 +224,14 @@ def take_place(store: ObjectStore, token: int, number: int, process: ProcessId) 
 def beats(store: ObjectStore, token: int, timeout: float) -> bool:
     """Whether node 0 of that launch gives a sign of life within so many seconds. Raises StoreError."""
     first, deadline = _progress(store, token), time.monotonic() + timeout
-    while first and time.monotonic() < deadline:
+    while first:
+        over = time.monotonic() > deadline  # before the look: where we stood still ourselves, there is one more
         if store.size(RunDir.node_key(token, "node-0.end.json")) is not None:
             return False
         if _progress(store, token) != first:
             return True
+        if over:
+            return False
         time.sleep(POLL_SECS)
     return False
 
