@@ -146,6 +146,23 @@ def test_sigterm_saves_and_stops(run: Run, reference: str, whom: str) -> None:
     assert go_on(run) == reference
 
 
+def test_a_stop_whose_save_takes_longer_than_the_grace_is_a_stop_and_no_error_of_the_training_code(
+    run: Run, reference: str
+) -> None:
+    direct = Direct(run)
+    trainer = direct.launch([*run.held_at(6), "launch.stop_grace=1"])
+    wait_until(lambda: run.committed() != [], "the first checkpoint")
+    run.wait_until_held()
+    freeze(run.saver())
+    kill(run.agent(), signal.SIGTERM)
+    run.go_on(told_to_stop=True)
+    trainer.process.wait(PATIENCE)
+    end = direct.end()
+    assert (end.reason, end.error_class, end.detail) == ("stopped", "", "SIGTERM")
+    assert [name.step for name in run.committed()] == [5]
+    assert go_on(run) == reference
+
+
 @pytest.mark.parametrize("phase", ["setup", "batch", "evaluation", "after"])
 def test_sigterm_in_every_phase_ends_within_the_grace(run: Run, reference: str, phase: str) -> None:
     """Which the code goes on with when it has been told."""
