@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported all the same
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -111,8 +112,10 @@ class DCP:
 
     def prepare(self, tracked: Tracked, folder: Path) -> None:
         if self.mode == "process":
-            os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
-            dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+            store = TCPStore("127.0.0.1", 0, is_master=True)  # for its process, too: a port that it chooses itself may be taken
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "DCP_USE_PREFIX_STORE": "1"}
+            os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", **meeting)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         if self.mode in ("thread", "process"):  # the first call makes buffers and the process: a save that does not count
             self._stager = DefaultStager(
                 StagingOptions(

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from snapshots import FIRST, small_source, write
 
+from perdure.training.checkpoint import verify
+from perdure.training.checkpoint.facts import Fact, trust, write_fact
 from perdure.training.checkpoint.hold import hold, try_hold_alone
 from perdure.training.errors import CheckpointDamaged, CheckpointNotFound
-from perdure.training.run_dir import RunDir
+from perdure.training.run_dir import CheckpointName, RunDir
 
 
 @pytest.fixture
@@ -63,6 +65,21 @@ def test_several_hold_at_once_and_nobody_deletes_meanwhile(folder: Path) -> None
         assert not alone(folder)
         assert first.finish() == second.finish() == 0
         assert not alone(folder)  # this process still holds it
+    assert alone(folder)
+
+
+def test_who_proves_it_holds_it_until_that_is_written_down(run: RunDir, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever deletes could come between, and the fact into a folder that is being removed."""
+    found = []
+
+    def written(run: RunDir, name: CheckpointName, fact: Fact) -> None:
+        found.append(alone(folder))
+        write_fact(run, name, fact)
+
+    monkeypatch.setattr(verify, "write_fact", written)
+    assert verify.check(run, FIRST).result == "good"
+    assert found == [False]
+    assert trust(run, FIRST) == "verified"
     assert alone(folder)
 
 

@@ -1,5 +1,6 @@
 """Drives real runs for the crash tests: starts `perdure run` or a bare agent, finds and kills processes, reads what is left."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,7 +22,8 @@ from perdure.training.storage.store import open_store
 
 TINY, RANKS = (Path(__file__).parent / name for name in ("tiny", "ranks"))
 PERDURE = [sys.executable, "-m", "perdure.cli.main"]
-PATIENCE = 120.0
+PATIENCE = 240.0
+"""Seconds after which a test gives up: no limit of the product, and far from what a busy machine takes."""
 
 
 def copy_tiny(folder: Path) -> Path:
@@ -74,10 +76,10 @@ class Run:
     # a step to be met at
 
     @staticmethod
-    def held_at(step: int) -> list[str]:
-        """Settings of a launch that waits after `step` finished steps until `go_on`: what is done to it hits its middle. Of
-        two ranks the second one waits, and with it the first."""
-        return [f"launch.env.TINY_wait_at={step}", "launch.step_timeout=200"]
+    def held_at(*steps: int) -> list[str]:
+        """Settings of a launch that waits after so many finished steps until `go_on`: what is done to it hits its middle. Of
+        two ranks the second one waits, and with it the first; it can do so at several steps (`go_on_until_held`)."""
+        return [f"launch.env.TINY_wait_at={','.join(map(str, steps))}", "launch.step_timeout=200"]
 
     def hold_again(self) -> None:
         """What an earlier launch left of its wait is gone."""
@@ -99,6 +101,12 @@ class Run:
         if told_to_stop:
             wait_until(lambda: self.state() == "stopping", "told to stop")
         (self.toml.parent / "go-on").touch()
+
+    def go_on_until_held(self) -> None:
+        """To the next of several steps."""
+        (self.toml.parent / "held").unlink()
+        self.go_on()
+        self.wait_until_held()
 
     # what is on disk
 
@@ -223,7 +231,7 @@ class Direct:
         self.trainer.lease(lease or config.run.steps)
         return self.trainer
 
-    def end(self, timeout: float = 30.0) -> lineage.LaunchEnd:
+    def end(self, timeout: float = PATIENCE) -> lineage.LaunchEnd:
         assert self.trainer is not None
         end = self.trainer.end(timeout)
         self.lock.close()
@@ -249,4 +257,8 @@ def freeze(process: ProcessId | None) -> None:
 
 
 def _thread_states(pid: int) -> list[str]:
-    return [task.joinpath("stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()]
+    states = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            states.append(task.joinpath("stat").read_text().rpartition(")")[2].split()[0])
+    return states

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import LAUNCHED, PERDURE, RANKS, Direct, Run, all_pids, children, command_line, kill, wait_until
+from harness import LAUNCHED, PATIENCE, PERDURE, RANKS, Direct, Run, all_pids, children, command_line, kill, wait_until
 
 from perdure.training.agent import roster
 from perdure.training.process import SESSION_VARIABLE, ProcessId, identify
@@ -87,17 +87,17 @@ def listening(pids: list[int]) -> set[str]:
 
 
 def hit(run: Run, step: int, victims: list[int], number: int, *settings: str) -> tuple[Direct, int]:
-    """Launch, wait for `step`, send a signal to these ranks; a step that all had finished then."""
+    """Launch, send these ranks a signal when all have finished `step` and the second one waits within the next; that step."""
     direct = Direct(run)
-    trainer = direct.launch([SLOW, tracing(run), *settings])
-    wait_until(lambda: run.step() >= step or not trainer.is_alive(), f"step {step}")
-    found, at = ranks(run), run.step()
+    trainer = direct.launch([tracing(run), *run.held_at(step), *settings])
+    run.wait_until_held()
+    found = ranks(run)
     pids = [process.pid for process in (launcher_of(run), *found) if process]
     assert listening(pids) == {"127.0.0.1"}, "the network has no business there"
     for victim in victims:
         kill(found[victim], number)
-    trainer.process.wait(60)
-    return direct, at
+    trainer.process.wait(PATIENCE)
+    return direct, step
 
 
 def train_with(run: Run, processes: int, until: int, *settings: str) -> None:
@@ -164,10 +164,11 @@ class OtherNode:
     def lose(self, token: int) -> None:
         """All of it at once, as when the machine is gone."""
         agent, left = self._session(token)
-        for pid in (self.process.pid, agent, *left, *children(agent)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        lost = [identify(pid) for pid in (self.process.pid, agent, *left, *children(agent))]
+        for process in lost:
+            process.send(signal.SIGKILL)
         self.process.wait()
+        assert all(process.wait(PATIENCE) for process in lost), "none of them writes any more"
 
     def log(self) -> str:
         return self._log.read_text()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import Direct, Run, copy_tiny, wait_until
+from harness import PATIENCE, Direct, Run, copy_tiny, wait_until
 
 from perdure.training import files
 from perdure.training.checkpoint import facts
@@ -48,7 +48,7 @@ def test_disk_full_pauses_then_goes_on_and_ends_bit_identical(small_disk: Path, 
     assert str(small_disk) in str(event["path"])
     assert run.kinds().count("disk_full") == 1, "said once"
     subprocess.run(["mount", "-o", "remount,size=400m", small_disk], check=True)
-    trainer.process.wait(60)
+    trainer.process.wait(PATIENCE)
     assert direct.end().reason == "complete"
     assert run.digest() == reference.digest()
 
@@ -74,7 +74,7 @@ def test_too_little_room_is_found_before_the_second_step_and_training_waits_for_
     event = next(event for event in run.events() if event["kind"] == "disk_full")
     assert str(small_disk) in str(event["text"])
     remount(small_disk, "400m")
-    trainer.process.wait(60)
+    trainer.process.wait(PATIENCE)
     assert direct.end().reason == "complete"
     assert run.kinds().count("disk_full") == 1, "said once"
     assert run.digest() == reference.digest()

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import Direct, Run, wait_until
+from harness import PATIENCE, Direct, Run, wait_until
 from many_ranks import SLOW, OwnDisks, ranks_run, surviving, tracing
 
 from perdure.training.checkpoint import catalog, facts, manifest
@@ -27,15 +27,15 @@ def packs(run: Run, name: CheckpointName) -> list[str]:
 
 
 def test_each_node_is_lost_with_its_disk_and_a_bare_one_reads_its_share(reference: Run, tmp_path: Path) -> None:
-    store, own = (tmp_path / "store").as_uri(), ("launch.address=127.0.0.1", "launch.node_timeout=5")
-    disks = OwnDisks(tmp_path, "fsdp2", store, *own)
+    disks = OwnDisks(tmp_path, "fsdp2", (tmp_path / "store").as_uri(), "launch.address=127.0.0.1")
     run = disks.zero
     node, direct = disks.node(), Direct(run)
-    trainer = direct.launch([SLOW, tracing(run)])
+    trainer = direct.launch([tracing(run), *run.held_at(8)])
+    run.wait_until_held()
     wait_until(run.committed, "a checkpoint")
     node.lose(1)
     shutil.rmtree(disks.one.dir.root)
-    trainer.process.wait(60)
+    trainer.process.wait(PATIENCE)
     end = direct.end()
     assert (end.reason, end.error_class) == ("failed", "infrastructure")
     name = run.committed()[0]
@@ -46,20 +46,19 @@ def test_each_node_is_lost_with_its_disk_and_a_bare_one_reads_its_share(referenc
     assert verify_in_run(run.dir, name) == []
 
     node, direct = disks.node(), Direct(run)
-    trainer = direct.launch([SLOW, tracing(run), *run.held_at(14)])
+    at = 16
+    trainer = direct.launch([tracing(run), *run.held_at(14, at)])
     run.wait_until_held()
-    wait_until(lambda: run.committed()[-1].step >= 12, "step 12")
+    wait_until(lambda: run.committed()[-1].step >= 12, "step 12: from here on there are free slots")
     told = re.search(
         r"rank 1 read (\d+) bytes of checkpoint \S+ from the store, which has (\d+)",
         (disks.one.dir.logs(2, 1) / "agent.log").read_text(),
     )
     assert told
     assert 0 < int(told[1]) < int(told[2]) * 0.7, "its share, and what is rank 0's alone is not"
-    run.go_on()
-    wait_until(lambda: run.step() >= 16, "steps for which there are free slots")
-    at = run.step()
+    run.go_on_until_held()
     node.kill_rank(2)
-    trainer.process.wait(60)
+    trainer.process.wait(PATIENCE)
     end = direct.end()
     assert re.fullmatch(r"node 1 \(.+\): rank 1 was killed by SIGKILL", end.detail), end
     saved = run.committed()[-1]
@@ -67,7 +66,7 @@ def test_each_node_is_lost_with_its_disk_and_a_bare_one_reads_its_share(referenc
     shutil.rmtree(run.dir.root)
 
     assert Direct(run).train_to_end([tracing(run)]).reason == "complete"
-    assert node.process.wait(60) == 0, node.log()
+    assert node.process.wait(PATIENCE) == 0, node.log()
     assert "is finished: step 24" in node.log()
     assert run.digest() == reference.digest()
     assert surviving(run) == surviving(reference)
@@ -96,9 +95,9 @@ def test_a_store_that_is_away_for_longer_than_a_node_may_be_silent_ends_nothing(
     assert run.committed()[-1].step < 12
     store.unlink()
     away.rename(store)
-    trainer.process.wait(120)
+    trainer.process.wait(PATIENCE)
     assert direct.end().reason == "complete"
-    assert node.process.wait(60) == 0, node.log()
+    assert node.process.wait(PATIENCE) == 0, node.log()
     assert run.digest() == reference.digest()
     assert [name.token for name in run.committed()] == [1] * len(run.committed())
     assert "the nodes hear each other again" in [event.get("text") for event in run.events()]

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Direct, Run, kill, wait_until
+from harness import PATIENCE, Direct, Run, kill, wait_until
 from many_ranks import (
-    SLOW,
     OtherNode,
     assert_about_the_same,
     hit,
@@ -136,7 +135,7 @@ def test_ddp_ends_bit_identical_after_one_rank_is_killed_and_another_stopped(ddp
     run.wait_until_held()
     kill(ranks(run)[1], signal.SIGTERM)
     run.go_on()
-    trainer.process.wait(60)
+    trainer.process.wait(PATIENCE)
     end = direct.end()
     assert (end.reason, end.step, run.committed()[-1].step) == ("stopped", 15, 15), "both cut at the end of the same step"
 
@@ -165,9 +164,10 @@ def test_ranks_started_by_a_command_end_bit_identical_after_one_of_them_and_the_
     assert run.committed()[-1].step >= at - 1
 
     direct = Direct(run)
-    direct.launch([SLOW, tracing(run), *command])
-    wait_until(lambda: run.step() >= 8, "step 8")
+    direct.launch([tracing(run), *run.held_at(8), *command])
+    run.wait_until_held()
     found = ranks(run)
+    assert len(found) == 2
     kill(run.agent())
     wait_until(lambda: not any(rank.is_alive() for rank in found), "the ranks gone")
     direct.end()
@@ -188,7 +188,7 @@ def test_ranks_started_by_a_command_end_bit_identical_after_one_of_them_and_the_
 def test_a_command_that_gives_wrong_ranks_is_refused_at_once(tmp_path: Path, loop: str, problem: str) -> None:
     run = ranks_run(tmp_path, "ddp")
     direct = Direct(run)
-    direct.launch(by_shell(loop)).process.wait(60)
+    direct.launch(by_shell(loop)).process.wait(PATIENCE)
     end = direct.end()
     assert (end.reason, end.error_class) == ("failed", "config")
     assert problem in end.detail
@@ -203,7 +203,7 @@ def test_a_launcher_that_is_not_there_is_refused_before_anything_starts(tmp_path
         refuse_what_cannot_start(load_config(run.toml, ["launch.launcher=srun"]), {})
 
 
-NODES = ("launch.nodes=2", "launch.processes=1", "launch.address=127.0.0.1", "launch.node_timeout=10")
+NODES = ("launch.nodes=2", "launch.processes=1", "launch.address=127.0.0.1")
 
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.chaos)])
@@ -217,20 +217,20 @@ def test_two_nodes_end_bit_identical_after_one_is_lost_and_another_loses_its_ran
     wait_until(lambda: run.committed(), "step 6 committed")
     run.wait_until_held()
     node.lose(1)
-    trainer.process.wait(60)
+    trainer.process.wait(PATIENCE)
     end = direct.end()
     assert (end.reason, end.error_class) == ("failed", "infrastructure")
     assert [name.step for name in run.committed()] == [6]
 
     node = OtherNode(run)
     direct = Direct(run)
-    trainer = direct.launch([SLOW, tracing(run), *run.held_at(13), *NODES])
+    at = 15
+    trainer = direct.launch([tracing(run), *run.held_at(13, at), *NODES])
     wait_until(lambda: [name.step for name in run.committed()] == [6, 9, 12], "the saver needs no slot")
-    run.go_on()
-    wait_until(lambda: run.step() >= 14, "step 14")
-    at = run.step()
+    run.wait_until_held()
+    run.go_on_until_held()
     node.kill_rank(2)
-    trainer.process.wait(60)
+    trainer.process.wait(PATIENCE)
     end = direct.end()
     assert (end.reason, end.error_class) == ("failed", "infrastructure")
     assert re.fullmatch(r"node 1 \(.+\): rank 1 was killed by SIGKILL", end.detail), end
@@ -239,7 +239,7 @@ def test_two_nodes_end_bit_identical_after_one_is_lost_and_another_loses_its_ran
     assert settled.step >= at - 1, "no finished step of which both nodes have a snapshot is lost"
 
     assert Direct(run).train_to_end([tracing(run), *NODES]).reason == "complete"
-    assert node.process.wait(60) == 0, node.log()
+    assert node.process.wait(PATIENCE) == 0, node.log()
     assert run.digest() == reference.run.digest(), "that of two ranks on one machine"
     assert surviving(run) == reference.trace
     assert [name.step for name in run.committed()] == sorted({6, 9, 12, settled.step, 18, 24})
@@ -274,8 +274,9 @@ def test_fsdp2_ends_bit_identical_after_all_ranks_and_the_agent_are_killed(fsdp2
 
     helper = tmp_path / "helper"
     direct = Direct(run)
-    direct.launch([SLOW, tracing(run), "checkpoint.lazy=true", f"launch.env.TINY_child={helper}"])
-    wait_until(lambda: run.step() >= 14 and run.committed()[-1].step >= 12, "step 14, and step 12 committed")
+    direct.launch([tracing(run), *run.held_at(14), "checkpoint.lazy=true", f"launch.env.TINY_child={helper}"])
+    run.wait_until_held()
+    wait_until(lambda: run.committed()[-1].step >= 12, "step 12 committed")
     child, found = identify(int(helper.read_text())), ranks(run)
     kill(run.agent())
     wait_until(lambda: not any(rank.is_alive() for rank in found), "the ranks gone")

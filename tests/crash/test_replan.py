@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import torch
-from harness import Direct, Run, copy_tiny, wait_until
+from harness import PATIENCE, Direct, Run, copy_tiny, wait_until
 
 from perdure.training.checkpoint import manifest
 from perdure.training.run_dir import CheckpointName
@@ -33,7 +33,7 @@ def test_a_doubled_batch_scales_the_learning_rates_of_all_steps_to_come(tmp_path
     wait_until(lambda: run.committed() == [CheckpointName(4, 1)], "step 4")
     first.end()
     second = Direct(run)
-    second.launch(["run.scale_lr=true", "launch.env.TINY_batch=8"], replan=True).process.wait(120)
+    second.launch(["run.scale_lr=true", "launch.env.TINY_batch=8"], replan=True).process.wait(PATIENCE)
     assert second.end().reason == "complete"
 
     lines = [json.loads(line) for line in trace.read_text().splitlines()]

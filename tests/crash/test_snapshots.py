@@ -1,5 +1,6 @@
 """Snapshots in memory: however a rank dies, at most `snapshot_every` steps are lost, and the finished weights are the same."""
 
+import contextlib
 import mmap
 import os
 import signal
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import Direct, Run, copy_tiny, freeze, kill, wait_until
+from harness import PATIENCE, Direct, Run, copy_tiny, freeze, kill, wait_until
 
 from perdure.training.checkpoint import catalog
 from perdure.training.checkpoint.plain import unpack_plain
@@ -75,12 +76,15 @@ def test_dying_rank_loses_at_most_snapshot_every_steps(run: Run, reference: str)
 def test_hang_loses_no_kept_step(run: Run, reference: str) -> None:
     hang = [
         "launch.env.TINY_sleep_in=batch",
-        "launch.env.TINY_sleep_secs=100",
+        "launch.env.TINY_sleep_secs=600",
         "launch.env.TINY_slow_batch_at=17",
-        "launch.step_timeout=5",
     ]
-    assert Direct(run).train_to_end([EACH, *hang]).error_class == "hang"
-    assert steps(run) == [10, 17]
+    for seconds in (5, 20, 80):  # on a busy machine the rank may not have come to its sleep when the shortest is over
+        assert Direct(run).train_to_end([EACH, *hang, f"launch.step_timeout={seconds}"]).error_class == "hang"
+        if (run.toml.parent / "in-batch").exists():
+            break
+    assert steps(run)[-1] == 17
+    assert 10 in steps(run)
     assert go_on(run) == reference
 
 
@@ -91,7 +95,7 @@ def test_snapshot_torn_by_the_kill_is_passed_over_and_the_other_slot_is_saved(
     calls = 4 if lazy else 2  # per step: a line of metrics, and the copy (three where it is split)
     monkeypatch.setenv("PERDURE_FAIL", f"rank:kill:{17 * calls - calls + 2}")
     direct = Direct(run)
-    direct.launch([EACH, *RARE, f"checkpoint.lazy={str(lazy).lower()}"]).process.wait(60)
+    direct.launch([EACH, *RARE, f"checkpoint.lazy={str(lazy).lower()}"]).process.wait(PATIENCE)
     end = direct.end()
     monkeypatch.delenv("PERDURE_FAIL")
     assert "SIGKILL" in end.detail
@@ -151,8 +155,11 @@ def test_chunk_end_is_committed_although_nothing_follows_that_would_wait_for_the
 
 
 def slots_of(agent: int) -> list[Path]:
-    found = Path(f"/proc/{agent}/fd").iterdir()
-    return [fd for fd in found if os.readlink(fd).startswith("/memfd:perdure")]
+    found = []
+    for fd in Path(f"/proc/{agent}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found += [fd] if os.readlink(fd).startswith("/memfd:perdure") else []
+    return found
 
 
 def flip_a_bit(run: Run, step: int) -> bool:
@@ -182,7 +189,7 @@ def test_audit_finds_a_bit_flipped_in_the_slot_before_it_is_saved(run: Run) -> N
     run.go_on()
     wait_until(lambda: flip_a_bit(run, 10), "the next snapshot in its slot")
     kill(saver, signal.SIGCONT)
-    trainer.process.wait(60)
+    trainer.process.wait(PATIENCE)
     direct.end()
     failed = [event for event in run.events() if event["kind"] == "save_failed"]
     assert {event["step"] for event in failed} == {10}
@@ -205,10 +212,10 @@ def test_checkpoint_due_while_both_slots_are_being_saved_waits_says_so_and_is_no
         return [event for event in run.events() if event["kind"] == "waiting_for_slot"]
 
     wait_until(waits, "training waits")
-    assert [event["step"] for event in waits()] in ([3], [4]), "two checkpoints are in the slots"
+    assert {event["step"] for event in waits()} <= {3, 4}, "two checkpoints are in the slots"
     assert steps(run) == [1]
     kill(saver, signal.SIGCONT)
-    trainer.process.wait(60)
+    trainer.process.wait(PATIENCE)
     assert direct.end().reason == "complete"
     began, ended = [event for event in waits() if "seconds" not in event], [event for event in waits() if "seconds" in event]
     assert [event["step"] for event in began] == [event["step"] for event in ended]
@@ -228,7 +235,7 @@ def test_snapshot_that_stays_in_memory_never_waits(run: Run, reference: str) -> 
     run.go_on()
     wait_until(lambda: "waiting_for_slot" in run.kinds(), "the third checkpoint waits")
     kill(saver, signal.SIGCONT)
-    trainer.process.wait(60)
+    trainer.process.wait(PATIENCE)
     assert direct.end().reason == "complete"
     waits = [event["step"] for event in run.events() if event["kind"] == "waiting_for_slot"]
     assert set(waits) <= {10, 20, 30, 40}, "nine steps before each of these found every slot taken, and went on"
@@ -268,25 +275,29 @@ def test_failed_save_is_told_with_its_step_and_the_next_ones_are_not_poisoned(
 
 def test_saver_killed_while_it_writes_is_noticed_named_by_its_status_and_replaced(run: Run, reference: str) -> None:
     direct = Direct(run)
-    trainer = direct.launch(["checkpoint.every=1", "launch.env.TINY_sleep=0.02"])
+    trainer = direct.launch(["checkpoint.every=1", "launch.env.TINY_sleep=0.02", *run.held_at(20)])
     wait_until(lambda: steps(run) != [], "the first checkpoint")
     kill(run.saver())
     wait_until(lambda: any("saver ended with status -9" in str(event.get("text")) for event in run.events()), "noticed")
-    trainer.process.wait(60)
+    run.go_on()
+    trainer.process.wait(PATIENCE)
     assert direct.end().reason == "complete"
     assert steps(run) == list(range(1, 41))
     assert run.digest() == reference
 
 
 def test_memory_does_not_grow_with_the_number_of_saves(tmp_path: Path) -> None:
-    """Two slots of the state and no more, whatever the saver's pace."""
+    """Two slots of the state and no more, whatever the saver's pace. Each large block goes back when it is freed: what the C
+    library keeps of them differs from one process to the next by half a slot."""
     state, report = 252 * 200_000, tmp_path / "bytes"
     by_hand = copy_tiny(tmp_path / "by hand")
     by_hand.write_text(by_hand.read_text().replace("steps = 40", "steps = 12"))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TINY_width": "200000", "TINY_memory": str(report)}
+    allocator = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    env = {**os.environ, **allocator, "OMP_NUM_THREADS": "1", "TINY_width": "200000", "TINY_memory": str(report)}
     subprocess.run([sys.executable, "train.py"], cwd=by_hand.parent, check=True, env=env)
     without = int(report.read_text())
     sizes = ["run.steps=12", "run.chunk=4", "params.width=200000", f"params.memory='{report}'"]
+    sizes += [f"launch.env.{name}={value}" for name, value in allocator.items()]
     run = Run(copy_tiny(tmp_path / "tiny"), "store.url=''", *sizes, "checkpoint.every=1", "checkpoint.encoding='raw'")
     direct = Direct(run)
     trainer = direct.launch(run.held_at(1))
@@ -296,7 +307,7 @@ def test_memory_does_not_grow_with_the_number_of_saves(tmp_path: Path) -> None:
     run.go_on()
     wait_until(lambda: "waiting_for_slot" in run.kinds(), "both slots full")
     kill(saver, signal.SIGCONT)
-    trainer.process.wait(120)
+    trainer.process.wait(PATIENCE)
     assert direct.end().reason == "complete"
     assert steps(run) == list(range(1, 13)), "committed and skipped make all; none was skipped"
     more = int(report.read_text()) - without

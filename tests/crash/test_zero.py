@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Direct, Run, wait_until
-from many_ranks import SLOW, OtherNode, assert_about_the_same, hit, losses_with, surviving, tracing, train_with
+from harness import PATIENCE, Direct, Run, wait_until
+from many_ranks import OtherNode, assert_about_the_same, hit, losses_with, surviving, tracing, train_with
 from torch import nn
 
 from perdure.training.checkpoint import catalog, manifest
@@ -94,16 +94,17 @@ def test_zero_on_two_nodes_ends_bit_identical_after_one_of_them_loses_its_rank(t
     run = make_run(tmp_path, f"params.stage={stage}")
     nodes = ["launch.nodes=2", "launch.processes=1", "launch.address=127.0.0.1", "launch.launcher=torchrun"]
     node, direct = OtherNode(run), Direct(run)
-    trainer = direct.launch([SLOW, tracing(run), FRESH_NAN, *nodes])
-    wait_until(lambda: run.step() >= 8, "step 8")
-    at = run.step()
+    at = 8
+    trainer = direct.launch([tracing(run), FRESH_NAN, *run.held_at(at), *nodes])
+    run.wait_until_held()
+    wait_until(run.committed, "the saver needs no slot")
     node.kill_rank(1)
-    trainer.process.wait(60)
+    trainer.process.wait(PATIENCE)
     end = direct.end()
     assert (end.reason, end.error_class) == ("failed", "infrastructure"), end
     assert run.committed()[-1].step >= at - 1, "no finished step of which both nodes have a snapshot is lost"
     assert Direct(run).train_to_end([tracing(run), OTHER_SEED, *nodes]).reason == "complete"
-    assert node.process.wait(60) == 0, node.log()
+    assert node.process.wait(PATIENCE) == 0, node.log()
     assert run.digest() == reference.digest(), "that of two ranks on one machine"
     assert surviving(run) == surviving(reference)
 

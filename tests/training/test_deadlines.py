@@ -53,7 +53,9 @@ def test_time_in_which_the_agent_stood_still_itself_is_no_hang(
 def test_a_minute_without_a_step_is_no_hang_unless_that_is_said(
     longest: float, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deadlines, began = Deadlines(load_config(TINY)), time.monotonic()
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began)
+    deadlines = Deadlines(load_config(TINY))
     training = rank(made_a_step=True, phase="training", step=3, longest_step=longest, last_news=began)
     for seconds in range(limit):
         monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: began + seconds)

@@ -18,9 +18,10 @@ def describe(config: RunConfig, token: int, ranks: Ranks, stop_reason: str, *, s
     is not committed."""
     error_class, detail = ranks.failure
     whole = ranks.status == 0 and not saving
+    left = ranks.left and ranks.status == 0  # where what they left was not saved in time, that is no fault of theirs
     if ranks.finished and whole:
         reason, error_class, detail = "complete", "", ""
-    elif (ranks.stopped and whole) or (stop_reason and not error_class and ranks.killed):
+    elif (ranks.stopped and whole) or (stop_reason and not error_class and (ranks.killed or left)):
         reason, detail = "stopped", stop_reason or f"{ranks.name} was asked to stop"
     else:
         reason = "failed"

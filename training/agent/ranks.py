@@ -23,7 +23,10 @@ from perdure.training.process import SESSION_VARIABLE, die_with_parent, start_ti
 from perdure.training.run_dir import CheckpointName, RunDir, rank_log
 from perdure.training.wire import Message, Wire
 
-STACK_DUMP_SECS = 2.0
+STACK_DUMP_SECS = 5.0
+"""A rank that has not written its stacks by then, cannot."""
+_QUIET_SECS = 0.5
+"""A log that has grown, and then not for so long, has all of them."""
 COMMAND_END_SECS = 5.0
 """For a launch command to clean up and end, once its ranks are gone."""
 SOCKET_VARIABLE = "PERDURE_AGENT_SOCKET"
@@ -322,14 +325,21 @@ class Ranks:
             self._reap()
 
     def dump_stacks(self) -> None:
-        """Have all ranks write their Python stacks to their logs (faulthandler on SIGUSR2), and give them a moment to do so."""
+        """Have all ranks write their Python stacks to their logs (faulthandler on SIGUSR2), and wait until they have."""
+        before = self._log_sizes()
         for rank in self.ranks:
             if rank.pid and not rank.gone:
                 with contextlib.suppress(ProcessLookupError):  # its parent, a launcher, has just reaped it
                     os.kill(rank.pid, signal.SIGUSR2)
-        deadline = time.monotonic() + STACK_DUMP_SECS
-        while time.monotonic() < deadline and not any(rank.gone for rank in self.ranks):
-            time.sleep(0.05)
+        deadline, written = time.monotonic() + STACK_DUMP_SECS, False
+        while time.monotonic() < deadline and not written and not any(rank.gone for rank in self.ranks):
+            seen = self._log_sizes()
+            time.sleep(_QUIET_SECS)
+            written = seen == self._log_sizes() and all(old < new for old, new in zip(before, seen, strict=True))
+
+    def _log_sizes(self) -> list[int]:
+        paths = [self._logs / rank_log(rank.number) for rank in self.ranks]
+        return [path.stat().st_size if path.exists() else 0 for path in paths]
 
     @property
     def status(self) -> int:

@@ -2,6 +2,7 @@
 
 Of an increment, also what it needs of its base."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import xxhash
 
 from perdure.training.checkpoint import manifest as manifests
 from perdure.training.checkpoint.facts import STORE, Fact, read_fact, write_fact
+from perdure.training.checkpoint.hold import hold
 from perdure.training.checkpoint.layout import DELTA
 from perdure.training.checkpoint.manifest import FileRecord
 from perdure.training.checkpoint.ordered import INLINE, in_order
@@ -162,18 +164,21 @@ def check(run: RunDir, name: CheckpointName, *, deep: bool = True, threads: int 
     and record damage only. Raises CheckpointNotFound when it is gone."""
     folder = run.checkpoint(name)
     part = is_part(run, name)
-    damage = look_through(run, name) if part and not whole else verify_in_run(run, name, deep=deep, threads=threads)
-    fact = Fact(
-        copy="local",
-        checked_at=time.time(),
-        result="damaged" if damage else "good",
-        damage=told(damage),
-        location=folder.name,
-    )
-    if not folder.is_dir():
-        raise CheckpointNotFound(f"{folder} was removed while it was checked")
-    if damage or not part:
-        write_fact(run, name, fact)
+    with contextlib.ExitStack() as until_written:
+        with contextlib.suppress(CheckpointDamaged):  # whose manifest is no file: nobody deletes it, and the proof tells
+            until_written.enter_context(hold(folder))  # else a prune could delete it between the proof and the fact
+        damage = look_through(run, name) if part and not whole else verify_in_run(run, name, deep=deep, threads=threads)
+        fact = Fact(
+            copy="local",
+            checked_at=time.time(),
+            result="damaged" if damage else "good",
+            damage=told(damage),
+            location=folder.name,
+        )
+        if not folder.is_dir():
+            raise CheckpointNotFound(f"{folder} was removed while it was checked")
+        if damage or not part:
+            write_fact(run, name, fact)
     return fact
 
 

@@ -67,10 +67,11 @@ def train(session: Session) -> None:
     batches = loader.forever()
     for step in session.steps():
         indices, x = next(batches)
-        if trial.get("wait_at") == str(step) and session.rank == 1:
+        if str(step) in trial.get("wait_at", "").split(",") and session.rank == 1:
             Path("held").touch()
             while not Path("go-on").exists():
                 time.sleep(0.01)
+            Path("go-on").unlink()
         time.sleep(float(trial.get("sleep", 0)) + float(trial.get("lag", 0.005)) * session.rank)
         loss = model(x).square().mean() + 0.01 * random.random()
         optimizer.zero_grad()

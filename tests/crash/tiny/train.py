@@ -147,6 +147,10 @@ def phase_sleep(params: dict, phase: str) -> None:
     if params.get("sleep_in") == phase:
         Path(f"in-{phase}").touch()
         time.sleep(float(params["sleep_secs"]))
+    if params.get("wait_in") == phase:
+        Path("held").touch()
+        while not Path("go-on").exists():
+            time.sleep(0.01)
 
 
 def trace(params: dict, **values: object) -> None:

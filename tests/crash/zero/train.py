@@ -5,6 +5,7 @@ import json
 import os
 import random
 import time
+from pathlib import Path
 
 import deepspeed
 import numpy as np
@@ -110,6 +111,10 @@ def train(session: Session) -> None:
     for step in session.steps():
         if file := trial.pop("loaded", ""):
             tell_what_was_loaded(engine, session.rank, file)
+        if trial.get("wait_at") == str(step) and session.rank == 1:
+            Path("held").touch()
+            while not Path("go-on").exists():
+                time.sleep(0.01)
         seen, losses = [], []
         for _ in range(engine.gradient_accumulation_steps()):
             indices, x = next(batches)
